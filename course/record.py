@@ -1,0 +1,331 @@
+"""Record a chapter: execute it with the reference answers, keep stubs and outputs.
+
+Writes the .ipynb (stubs, outputs, stable ids) and the record file, both or neither.
+"""
+
+import ast
+import copy
+import hashlib
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import nbformat
+
+from course import compare, mutants, notebook, solutions
+from course.catalog import ROOT, Chapter
+from course.errors import CourseError
+from course.notebook import Cell
+from course.recordfile import Record, Recorded, save, write_text
+from course.runtime import MIME
+from course.shell import Worker
+
+MAX_TEXT, MAX_IMAGE = 20 << 10, 150 << 10
+MIN_BITS = 32
+CELL_TIMEOUT = 300
+PINNED = ("torch", "triton", "numpy", "tokenizers")
+IMAGES = ("image/svg+xml", "image/png", "image/jpeg")
+
+
+def record(chapter: Chapter, progress: Callable[[str], None] = lambda what: None) -> Record:
+    """Record `chapter` and return what was written.
+
+    Raises CourseError for anything that makes the chapter unfit to be checked: a cell without a
+    kind, a check that shows nothing or does not depend on the seed, outputs that change between
+    runs, an image without alt text, too much output.
+    """
+    nb, new = build(chapter, progress)
+    write_text(chapter.ipynb, nbformat.writes(nb) + "\n")
+    save(chapter, new)
+    return new
+
+
+def build(
+    chapter: Chapter, progress: Callable[[str], None] = lambda what: None
+) -> tuple[nbformat.NotebookNode, Record]:
+    """Everything that `record` does, without writing."""
+    where = chapter.md.name
+    nb = notebook.read(chapter.md)
+    cells = notebook.cells(nb, where)
+    new = skeleton(chapter, nb, cells)
+    outputs = _execute(chapter, nb, cells, progress)
+    for cell in cells:
+        shown = [o["data"][MIME] for o in outputs.get(cell.index, []) if MIME in o.get("data", {})]
+        if cell.kind == "check":
+            _collect(new.exercise(cell.key), shown)
+    progress("second seed, one thread")
+    _second_runs(chapter, new)
+    progress("known mistakes")
+    with Worker() as worker:
+        for key, known in mutants.fingerprints(worker, chapter, new).items():
+            new.exercise(key).known = known
+    return _finished(chapter, nb, cells, outputs), new
+
+
+def skeleton(chapter: Chapter, nb: nbformat.NotebookNode, cells: list[Cell]) -> Record:
+    """The record before anything ran. CourseError if cards, cells and solutions disagree."""
+    cards = notebook.exercises(nb, chapter.md.name)
+    order = [card.key for card in cards]
+    for kind in ("answer", "check"):
+        found = list(dict.fromkeys(c.key for c in cells if c.kind == kind))
+        if found != order:
+            raise CourseError(
+                f"{chapter.md.name}: exercise cards are for {', '.join(order)}, but {kind} cells "
+                f"for {', '.join(found)}"
+            )
+    missing = set(order) - set(solutions.keys(chapter.solution))
+    if missing:
+        raise CourseError(f"{chapter.solution} lacks {', '.join(sorted(missing))}")
+    if not cells or cells[0].kind != "setup" or notebook.slug_of(nb) != chapter.slug:
+        raise CourseError(
+            f'{chapter.md.name}: the first code cell must call begin("{chapter.slug}")'
+        )
+    checks: dict[str, str] = {}
+    for cell in cells:
+        if cell.kind == "check":
+            checks[cell.key] = checks.get(cell.key, "") + cell.source
+    return Record(
+        chapter.slug,
+        depends(chapter),
+        [[c.kind, c.key, c.source] for c in cells if c.kind in notebook.GRADED],
+        [
+            Recorded(
+                card.key,
+                card.title,
+                card.difficulty,
+                card.minutes,
+                card.hint,
+                _needs(chapter, card.key, order, checks),
+                notebook.fingerprint(checks[card.key]),
+            )
+            for card in cards
+        ],
+    )
+
+
+def depends(chapter: Chapter) -> str:
+    """A hash of what the outputs depend on: texts, the modules they import, pinned versions."""
+    digest = hashlib.sha256()
+    paths = {chapter.md, chapter.solution, chapter.mutants}
+    paths |= {solutions.origin(chapter.solution, k) for k in solutions.keys(chapter.solution)}
+    paths |= {ROOT / "course" / f"{name}.py" for name in ("runtime", "compare", "forbidden")}
+    for cell in notebook.read(chapter.md).cells:
+        if cell.cell_type == "code":
+            paths |= _imported(cell.source)
+    for path in sorted(paths):
+        if path.exists():
+            digest.update(path.relative_to(ROOT).as_posix().encode())
+            digest.update(path.read_text(encoding="utf-8").replace("\r\n", "\n").encode())
+    pins = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    digest.update("\n".join(re.findall(rf"^(?:{'|'.join(PINNED)})==\S+", pins, re.M)).encode())
+    return digest.hexdigest()[:16]
+
+
+def _imported(source: str) -> set[Path]:
+    """The files of `course` and `kernels` that a cell imports by name."""
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:
+        return set()
+    dotted = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            dotted |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            dotted |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    found = set()
+    for name in dotted:
+        if name.split(".")[0] in ("course", "kernels") and "." in name:
+            place = ROOT / name.replace(".", "/")
+            found |= set(place.glob("*.py")) if place.is_dir() else {place.with_suffix(".py")}
+    return found
+
+
+def _needs(chapter: Chapter, key: str, keys: list[str], checks: dict[str, str]) -> list[str]:
+    """The other exercises whose names the reference answer or the check of `key` uses."""
+
+    def uses(source: str) -> set[str]:
+        return {n.id for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Name)} & set(keys)
+
+    needed, queue = set(), [uses(checks[key]) | uses(solutions.from_file(chapter.solution, key))]
+    while queue:
+        for other in queue.pop() - needed - {key}:
+            needed.add(other)
+            queue.append(uses(solutions.from_file(chapter.solution, other)))
+    return [k for k in keys if k in needed]
+
+
+def _execute(
+    chapter: Chapter,
+    nb: nbformat.NotebookNode,
+    cells: list[Cell],
+    progress: Callable[[str], None],
+) -> dict[int, list]:
+    """Run all cells with the reference answers. Returns outputs by cell index."""
+    from nbclient import NotebookClient
+    from nbclient.exceptions import CellExecutionError, CellTimeoutError
+
+    from course.nbval_plugin import kernel_environment, plain
+
+    filled = copy.deepcopy(nb)
+    for cell in cells:
+        if cell.kind == "answer":
+            source = solutions.from_file(chapter.solution, cell.key)
+            filled.cells[cell.index].source = solutions.answer_cell(cell.key, source)
+    kept = _outputs_to_keep(chapter)
+    outputs: dict[int, list] = {}
+    with tempfile.TemporaryDirectory(prefix="course-record-") as folder, kernel_environment():
+        client = NotebookClient(
+            filled,
+            timeout=CELL_TIMEOUT,
+            kernel_name="python3",
+            record_timing=False,
+            resources={"metadata": {"path": folder}},
+        )
+        with client.setup_kernel(stderr=subprocess.DEVNULL):
+            for cell in cells:
+                progress(f"{cell.kind} {cell.key}".strip())
+                if cell.kind == "gpu" and not _cuda():
+                    outputs[cell.index] = kept.get(cell.source, [])
+                    continue
+                try:
+                    ran = client.execute_cell(filled.cells[cell.index], cell.index)
+                except CellTimeoutError:
+                    raise CourseError(
+                        f"{chapter.md.name}: cell {cell.index} runs over {CELL_TIMEOUT} s"
+                    ) from None
+                except CellExecutionError as problem:
+                    raise CourseError(
+                        f"{chapter.md.name}: cell {cell.index} ({cell.kind} {cell.key}) fails "
+                        f"with the reference: "
+                        f"{plain(f'{problem.ename}: {problem.evalue}')[:300]}"
+                    ) from None
+                outputs[cell.index] = _tidy(cell, ran.outputs)
+                if cell.varies and cell.source in kept:
+                    outputs[cell.index] = kept[cell.source]
+                _limits(chapter, nb.cells[cell.index], cell, outputs[cell.index])
+    return outputs
+
+
+def _cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _outputs_to_keep(chapter: Chapter) -> dict[str, list]:
+    """Outputs of the last recording by cell source: of times, and of GPU cells without a GPU."""
+    if not chapter.ipynb.exists():
+        return {}
+    old = notebook.read(chapter.ipynb)
+    return {
+        notebook.clean(c.source): c.outputs
+        for c in old.cells
+        if c.cell_type == "code" and c.outputs
+    }
+
+
+def _tidy(cell: Cell, outputs: list) -> list:
+    """What a page shows: of checks the shown lines, of the rest everything but stderr."""
+    keep = []
+    for output in outputs:
+        if output.output_type == "stream" and output.name == "stderr":
+            continue
+        if cell.kind == "check" and MIME not in output.get("data", {}):
+            continue
+        output = copy.deepcopy(output)
+        output.pop("execution_count", None)
+        if output.output_type == "execute_result":
+            output["execution_count"] = None
+        if any(image in output.get("data", {}) for image in IMAGES):
+            output.data = {k: v for k, v in output.data.items() if k in IMAGES}
+        keep.append(output)
+    return keep
+
+
+def _limits(chapter: Chapter, source_cell, cell: Cell, outputs: list) -> None:
+    where = f"{chapter.md.name}: cell {cell.index} ({cell.kind} {cell.key})"
+    text = sum(len(str(o.get("text", ""))) for o in outputs)
+    images = [v for o in outputs for k, v in o.get("data", {}).items() if k in IMAGES]
+    text += sum(len(str(o["data"].get("text/plain", ""))) for o in outputs if "data" in o)
+    if text > MAX_TEXT:
+        raise CourseError(f"{where} prints {text:,} characters; at most {MAX_TEXT:,}")
+    if any(len(image) > MAX_IMAGE for image in images):
+        raise CourseError(f"{where} shows an image over {MAX_IMAGE >> 10} KiB")
+    alt = source_cell.metadata.get("mystnb", {}).get("image", {}).get("alt", "")
+    if images and not alt.strip():
+        raise CourseError(f"{where} shows an image without `mystnb: image: alt:` text")
+
+
+def _collect(exercise: Recorded, shown: list[dict]) -> None:
+    if not shown:
+        raise CourseError(f"the check of {exercise.key} shows nothing: call show(...) in it")
+    part = exercise.expected[-1]["part"] + 1 if exercise.expected else 0
+    exercise.expected += [dict(line, part=part) for line in shown]
+
+
+def _second_runs(chapter: Chapter, new: Record) -> None:
+    """Run setup and checks again: the same under one thread, different under another seed."""
+    from course.nbval_plugin import differences
+
+    lines = mutants.expected(new)
+    if len(lines) != sum(len(e.expected) for e in new.exercises):
+        raise CourseError(f"{chapter.slug}: two `show` calls use the same name")
+    job = mutants.cells(new, mutants.references(chapter, new))
+    with Worker() as worker:
+        again, other = worker.run(job, 0, timeout=CELL_TIMEOUT), worker.run(job, 1, timeout=300)
+    for exercise in new.exercises:
+        ran = again[exercise.key]
+        if ran.error:
+            raise CourseError(f"the check of {exercise.key} fails alone: {ran.error}")
+        for change in differences(exercise.expected, ran.shown):
+            raise CourseError(f"the check of {exercise.key} changes between runs: {change}")
+        if other[exercise.key].error:
+            raise CourseError(
+                f"the check of {exercise.key} fails under seed 1: {other[exercise.key].error}"
+            )
+        moved = {line["name"]: line for line in other[exercise.key].shown}
+        seeded = [
+            line
+            for line in exercise.expected
+            if not compare.agree(line["values"], moved[line["name"]]["values"], line["tol"])
+        ]
+        told = sum(compare.bits(line["values"], line["tol"]) for line in seeded)
+        if told < MIN_BITS:
+            raise CourseError(
+                f"the check of {exercise.key} shows {told:.0f} bits that depend on the seed; it "
+                f"needs {MIN_BITS}: show more values computed from course.rng inputs"
+            )
+
+
+def _finished(
+    chapter: Chapter, nb: nbformat.NotebookNode, cells: list[Cell], outputs: dict[int, list]
+) -> nbformat.NotebookNode:
+    """The notebook as committed: stubs, outputs, ids that only change with their cell."""
+    kinds = {cell.index: cell for cell in cells}
+    used: set[str] = set()
+    for index, cell in enumerate(nb.cells):
+        known = kinds.get(index)
+        if known and known.key:
+            name = f"{known.kind}-{known.key}"
+        else:
+            name = hashlib.sha256(cell.source.encode()).hexdigest()[:12]
+        base, number = name[:60], 2
+        while name in used:
+            name, number = f"{base}-{number}", number + 1
+        used.add(name)
+        cell.id = name
+        if known:
+            cell.outputs = outputs[index]
+            cell.execution_count = None
+    nb.metadata = nbformat.from_dict(
+        {
+            "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+            "language_info": {"name": "python"},
+        }
+    )
+    nb.nbformat, nb.nbformat_minor = 4, 5
+    nbformat.validate(nb)
+    return nb

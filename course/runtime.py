@@ -1,0 +1,142 @@
+"""What a chapter's cells call: inputs, checks, and feedback as the cell runs.
+
+State lives in one module-level object because cells share one kernel; `begin` resets it.
+"""
+
+import contextlib
+import hashlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from course import compare, forbidden
+
+MIME = "application/vnd.course.check+json"
+
+
+class CheckFailed(Exception):
+    """A structural demand of a check that the answer does not meet."""
+
+    def _render_traceback_(self) -> list[str]:
+        """IPython prints this instead of a traceback: the message is the lesson."""
+        return [f"✗ {self}"]
+
+
+@dataclass
+class _State:
+    chapter: str = ""
+    shown: list[dict] = field(default_factory=list)
+    expected: dict[str, dict] = field(default_factory=dict)  # name -> recorded line
+    known: dict[str, list[dict]] = field(default_factory=dict)  # name -> fingerprints
+    hints: dict[str, str] = field(default_factory=dict)  # name -> hint of its exercise
+    listener: Callable[[dict], None] | None = None  # the worker's: called with each line
+
+
+STATE = _State()
+
+
+def seed() -> int:
+    """The seed of this run: 0 unless COURSE_SEED says otherwise."""
+    return int(os.environ.get("COURSE_SEED", "0"))
+
+
+def begin(chapter: str) -> None:
+    """Start a chapter in this kernel: forget what was shown, load what to compare with."""
+    from course.recordfile import load_for_feedback
+
+    STATE.chapter, STATE.shown = chapter, []
+    STATE.expected, STATE.known, STATE.hints = (
+        load_for_feedback(chapter) if seed() == 0 else ({}, {}, {})
+    )
+
+
+def rng(name: str) -> Any:
+    """A CPU `torch.Generator` keyed on (COURSE_SEED, name).
+
+    Named streams stay the same when another cell draws more, fewer or no numbers.
+    """
+    import torch
+
+    digest = hashlib.sha256(f"{seed()}/{name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+
+
+def show(name: str, value: Any, tol: float = 1e-4) -> None:
+    """Display `value` and compare it with what the reference answer showed.
+
+    Args:
+        name: what the value is; unique in the chapter.
+        value: int, float, str, a list of these, or a tensor (`course.compare.tokens`).
+        tol: floats agree within `tol * max(1, |expected|)`.
+    """
+    shown = {"name": name, "values": compare.tokens(name, value), "tol": tol}
+    STATE.shown.append(shown)
+    _display(shown)
+    if STATE.listener:
+        STATE.listener(shown)
+    if name in STATE.expected:
+        print(_feedback(shown), file=sys.stderr, flush=True)
+
+
+def _display(shown: dict) -> None:
+    text = compare.line(shown["name"], shown["values"])
+    if "IPython" in sys.modules and sys.modules["IPython"].get_ipython() is not None:
+        from IPython.display import display
+
+        display({"text/plain": text, MIME: shown}, raw=True)
+    else:
+        print(text)
+
+
+def _feedback(shown: dict) -> str:
+    name, want = shown["name"], STATE.expected[shown["name"]]
+    if compare.agree(want["values"], shown["values"], want["tol"]):
+        return f"  ✓ {name} matches"
+    lines = [f"  ✗ {name}", f"    expected {compare.line('', want['values'])[2:]}"]
+    mistake = named_mistake(STATE.known.get(name, []), shown)
+    if mistake:
+        lines.append(f"    {mistake}")
+    elif STATE.hints.get(name):
+        lines.append(f"    hint: {STATE.hints[name]}")
+    return "\n".join(lines)
+
+
+def named_mistake(known: list[dict], shown: dict) -> str:
+    """The message of the recorded mistake that shows exactly these values, or an empty string."""
+    for mistake in known:
+        if mistake["name"] == shown["name"] and compare.agree(
+            mistake["values"], shown["values"], shown["tol"]
+        ):
+            return mistake["message"]
+    return ""
+
+
+def require(condition: Any, message: str) -> None:
+    """Demand something of an answer that no value can show; raises before values are shown."""
+    if not condition:
+        raise CheckFailed(message)
+
+
+def forbid(answer: Any, *names: str) -> None:
+    """Refuse library calls that would solve the exercise, by reading the answer's cell.
+
+    Args:
+        answer: the function or class that the learner defined.
+        names: dotted names; a call is found by its last part, a module by its import.
+
+    Raises CheckFailed naming the line.
+    """
+    found = forbidden.scan(forbidden.cell_of(answer), names)
+    if found:
+        raise CheckFailed(found)
+
+
+@contextlib.contextmanager
+def demo() -> Iterator[None]:
+    """Around a demo that uses answers: an unsolved stub becomes one line, not a traceback."""
+    try:
+        yield
+    except NotImplementedError as stub:
+        print(f"This demo needs an exercise that is still a stub ({stub}).")

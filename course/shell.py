@@ -1,0 +1,190 @@
+"""Run cells in a plain IPython shell inside one warm child process, without a Jupyter kernel.
+
+Recording's second runs, mutants and second answers use it: hundreds of short runs that share one
+import of torch and one loaded model. Each job gets a fresh namespace and its own seed.
+"""
+
+import json
+import os
+import select
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from types import TracebackType
+
+from course.errors import CourseError
+
+
+@dataclass
+class Ran:
+    """What the checks of one exercise did: the lines they showed and the first error."""
+
+    shown: list[dict] = field(default_factory=list)
+    error: str = ""  # "ValueError: text", or empty
+
+
+class WorkerLost(Exception):
+    """The child ended or went over its time; the next job gets a new one."""
+
+
+class Worker:
+    """A warm child process. Use as a context manager; not safe for concurrent jobs."""
+
+    def __init__(self, threads: int = 1):
+        self._threads = threads
+        self._child: subprocess.Popen | None = None
+        self._home: tempfile.TemporaryDirectory | None = None
+
+    def __enter__(self) -> "Worker":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def run(
+        self,
+        cells: Iterable[tuple[str, str, str]],
+        seed: int = 0,
+        expected: dict[str, dict] | None = None,
+        timeout: float = 60,
+    ) -> dict[str, Ran]:
+        """Execute (kind, key, source) cells in order and return what each check showed.
+
+        Args:
+            expected: with it, a check stops at its first line that differs (error `Mismatch`).
+
+        Raises WorkerLost if the child dies or takes longer than `timeout` seconds, CourseError
+        if the setup cell fails.
+        """
+        child = self._started()
+        job = {"seed": seed, "cells": list(cells), "expected": expected}
+        try:
+            child.stdin.write(json.dumps(job).encode() + b"\n")
+            child.stdin.flush()
+            line = self._read_line(child, timeout)
+        except (BrokenPipeError, WorkerLost) as lost:
+            self.close()
+            raise WorkerLost(str(lost) or "the process ended") from None
+        answer = json.loads(line)
+        if answer["setup"]:
+            raise CourseError(f"the setup cell fails: {answer['setup']}")
+        return {key: Ran(**ran) for key, ran in answer["checks"].items()}
+
+    def close(self) -> None:
+        if self._child:
+            self._child.kill()
+            self._child.wait()
+            for pipe in (self._child.stdin, self._child.stdout):
+                pipe.close()
+            self._child = None
+        if self._home:
+            self._home.cleanup()
+            self._home = None
+
+    def _started(self) -> subprocess.Popen:
+        if self._child is None:
+            self._home = tempfile.TemporaryDirectory(prefix="course-shell-")
+            env = dict(
+                os.environ,
+                IPYTHONDIR=self._home.name,
+                PYTHONHASHSEED="0",
+                OMP_WAIT_POLICY="PASSIVE",
+                OMP_NUM_THREADS=str(self._threads),
+                TOKENIZERS_PARALLELISM="false",
+                MPLBACKEND="agg",
+            )
+            self._child = subprocess.Popen(
+                [sys.executable, "-m", "course.shell"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                cwd=self._home.name,
+                env=env,
+            )
+        return self._child
+
+    @staticmethod
+    def _read_line(child: subprocess.Popen, timeout: float) -> bytes:
+        deadline, data = time.monotonic() + timeout, b""
+        while not data.endswith(b"\n"):
+            left = deadline - time.monotonic()
+            if left <= 0 or not select.select([child.stdout], [], [], left)[0]:
+                raise WorkerLost(f"no end after {timeout:g} s")
+            part = os.read(child.stdout.fileno(), 1 << 16)
+            if not part:
+                raise WorkerLost("the process ended")
+            data += part
+        return data
+
+
+class Mismatch(Exception):
+    """Raised inside `show` when a line differs from the expected one and nothing more is needed."""
+
+
+def _serve() -> None:
+    """The child: one JSON job per line in, one JSON answer per line out."""
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)  # whatever cells print goes nowhere
+    from IPython.core.interactiveshell import InteractiveShell
+    from traitlets.config import Config
+
+    config = Config()
+    config.HistoryManager.enabled = False
+    config.InteractiveShell.colors = "nocolor"
+    shell = InteractiveShell.instance(config=config)
+    for line in sys.stdin:
+        replies.write(json.dumps(_job(shell, json.loads(line))) + "\n")
+        replies.flush()
+
+
+def _job(shell, job: dict) -> dict:
+    from course import compare
+    from course.runtime import STATE
+
+    def stop_at_difference(shown: dict) -> None:
+        want = job["expected"].get(shown["name"])
+        if want and not compare.agree(want["values"], shown["values"], want["tol"]):
+            raise Mismatch(shown["name"])
+
+    os.environ["COURSE_SEED"] = str(job["seed"])
+    shell.reset(new_session=False)
+    STATE.listener = stop_at_difference if job["expected"] is not None else None
+    checks: dict[str, dict] = {}
+    broken: dict[str, str] = {}
+    parts: dict[str, int] = {}
+    for kind, key, source in job["cells"]:
+        if kind == "check" and (checks.get(key, {}).get("error") or key in broken):
+            checks.setdefault(key, {"shown": [], "error": broken.get(key, "")})
+            continue
+        STATE.shown = []
+        error = _execute(shell, source)
+        if kind == "setup" and error:
+            return {"setup": error, "checks": {}}
+        if kind == "answer" and error:
+            broken[key] = error
+        if kind == "check":
+            ran = checks.setdefault(key, {"shown": [], "error": ""})
+            part = parts[key] = parts.get(key, -1) + 1
+            ran["shown"] += [dict(line, part=part) for line in STATE.shown]
+            ran["error"] = error
+    return {"setup": "", "checks": checks}
+
+
+def _execute(shell, source: str) -> str:
+    """Run one cell; return its error as "Type: text", or an empty string."""
+    result = shell.run_cell(source, store_history=True)
+    error = result.error_before_exec or result.error_in_exec
+    return f"{type(error).__name__}: {error}".split("\n")[0][:300] if error else ""
+
+
+if __name__ == "__main__":
+    _serve()

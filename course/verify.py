@@ -1,0 +1,270 @@
+"""Everything that CI demands of one chapter, as a list of ticks."""
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from course import mutants, notebook, record, recordfile, solutions
+from course.catalog import ROOT, Chapter
+from course.errors import CourseError
+from course.nbval_plugin import differences
+from course.recordfile import Record
+from course.shell import Ran, Worker, WorkerLost
+
+SEEDS = 20  # second answers must pass under this many
+MIN_MUTANTS = 2
+MAX_COLUMNS = 79
+
+
+@dataclass(frozen=True)
+class Tick:
+    """One demand and whether it is met; `detail` says what to do, or what was counted."""
+
+    name: str
+    ok: bool
+    detail: str = ""
+
+
+def fix(chapter: Chapter) -> list[str]:
+    """Regenerate the stubs of the chapter's .md from its solutions. Returns the keys changed."""
+    text = chapter.md.read_text(encoding="utf-8")
+    changed = []
+    for cell in notebook.cells(notebook.read(chapter.md), chapter.md.name):
+        if cell.kind != "answer":
+            continue
+        stub = solutions.answer_cell(cell.key, solutions.stub(chapter, cell.key))
+        if notebook.clean(stub) != cell.source:
+            if text.count(f"{cell.source}\n```") != 1:
+                raise CourseError(f"{chapter.md.name}: cannot find the cell of {cell.key} to fix")
+            text = text.replace(f"{cell.source}\n```", f"{stub}\n```")
+            changed.append(cell.key)
+    if changed:
+        recordfile.write_text(chapter.md, text)
+    return changed
+
+
+def verify(
+    chapter: Chapter, execute: bool = False, progress: Callable[[str], None] = lambda what: None
+) -> Iterator[Tick]:
+    """Yield one tick per demand.
+
+    Args:
+        execute: run the demos too and compare with what is recorded, instead of trusting the
+            hash of what they depend on.
+    """
+    try:
+        nb = notebook.read(chapter.md)
+        cells = notebook.cells(nb, chapter.md.name)
+        fresh = record.skeleton(chapter, nb, cells)
+        stored = recordfile.load(chapter)
+    except CourseError as problem:
+        yield Tick("cells, cards and solutions agree", False, str(problem))
+        return
+    yield Tick("cells, cards and solutions agree", True, f"{len(fresh.keys)} exercises")
+    yield _stubs(chapter, cells)
+    yield _pair(chapter)
+    yield _record(chapter, fresh, stored)
+    yield _style(chapter, nb, cells)
+    if execute:
+        yield _executed(chapter, stored, progress)
+    start = time.monotonic()
+    with Worker() as worker:
+        yield from _runs(chapter, stored, worker, progress)
+    spent = time.monotonic() - start
+    yield Tick(
+        "checks, mutants and second answers within the budget",
+        spent <= 2 * chapter.seconds,  # this machine may be busy; the budget is for an idle one
+        f"{spent:.0f} s of {chapter.seconds} worker-seconds",
+    )
+
+
+def _stubs(chapter: Chapter, cells: list[notebook.Cell]) -> Tick:
+    drifted = [
+        cell.key
+        for cell in cells
+        if cell.kind == "answer"
+        and notebook.clean(solutions.answer_cell(cell.key, solutions.stub(chapter, cell.key)))
+        != cell.source
+    ]
+    advice = f"{', '.join(drifted)}: run `course verify {chapter.slug} --fix`" if drifted else ""
+    return Tick("stubs are those of the solutions", not drifted, advice)
+
+
+def _pair(chapter: Chapter) -> Tick:
+    def content(path):
+        return [
+            (c.cell_type, notebook.clean(c.source), sorted(c.metadata.get("tags", [])))
+            for c in notebook.read(path).cells
+        ]
+
+    same = content(chapter.md) == content(chapter.ipynb)
+    advice = "" if same else f"they differ: run `course record {chapter.slug}`"
+    return Tick(".md and .ipynb agree", same, advice)
+
+
+def _record(chapter: Chapter, fresh: Record, stored: Record) -> Tick:
+    same = fresh.depends == stored.depends and fresh.cells == stored.cells
+    advice = "" if same else f"stale: run `course record {chapter.slug}`"
+    return Tick("the record is of these sources", same, advice)
+
+
+def _style(chapter: Chapter, nb, cells: list[notebook.Cell]) -> Tick:
+    long = [
+        f"cell {cell.index} line {number}"
+        for cell in cells
+        for number, line in enumerate(cell.source.split("\n"), 1)
+        if len(line) > MAX_COLUMNS
+    ]
+    prose = "\n".join(c.source for c in nb.cells if c.cell_type == "markdown")
+    problems = [f"over {MAX_COLUMNS} columns: {', '.join(long[:5])}"] if long else []
+    if not re.search(r"^#+ .*claims", prose, re.IGNORECASE | re.MULTILINE):
+        problems.append("no claims ledger")
+    for path in (
+        ROOT / "book" / "glossary" / f"{chapter.slug}.md",
+        ROOT / "book" / "references" / f"{chapter.slug}.bib",
+    ):
+        if not path.exists():
+            problems.append(f"{path.relative_to(ROOT)} is missing")
+    return Tick("prose, ledger, glossary and references", not problems, "; ".join(problems))
+
+
+def _executed(chapter: Chapter, stored: Record, progress: Callable[[str], None]) -> Tick:
+    try:
+        _, again = record.build(chapter, progress)
+    except CourseError as problem:
+        return Tick("a fresh recording shows the same", False, str(problem))
+    changes = [
+        change
+        for exercise in stored.exercises
+        for change in differences(exercise.expected, again.exercise(exercise.key).expected)
+    ]
+    return Tick("a fresh recording shows the same", not changes, "; ".join(changes[:3]))
+
+
+def _runs(
+    chapter: Chapter, stored: Record, worker: Worker, progress: Callable[[str], None]
+) -> Iterator[Tick]:
+    """Everything that executes answers, in one warm process."""
+    answers = mutants.references(chapter, stored)
+    lines = mutants.expected(stored)
+    progress("reference")
+    yield _reference(stored, answers, worker)
+    progress("stubs")
+    yield _stubs_fail(chapter, stored, answers, worker, lines)
+    yield from _written(chapter, stored, answers, worker, lines, progress)
+    yield from _automatic(chapter, stored, answers, worker, lines, progress)
+    yield _second(chapter, stored, answers, worker, progress)
+
+
+def _reference(stored: Record, answers: dict[str, str], worker: Worker) -> Tick:
+    ran = worker.run(mutants.cells(stored, answers), timeout=record.CELL_TIMEOUT)
+    wrong = [f"{k}: {r.error or 'differs'}" for k, r in ran.items() if _fails(r, stored, k)]
+    return Tick("the reference passes every check", not wrong, "; ".join(wrong))
+
+
+def _fails(ran: Ran, stored: Record, key: str) -> bool:
+    return mutants.rejected(ran, stored, key)
+
+
+def _stubs_fail(
+    chapter: Chapter,
+    stored: Record,
+    answers: dict[str, str],
+    worker: Worker,
+    lines: dict[str, dict],
+) -> Tick:
+    survivors = []
+    for key in stored.keys:
+        stub = mutants.Mutant(key, "stub", solutions.stub(chapter, key), "")
+        if not _fails(mutants.attempt(worker, stored, answers, stub, lines), stored, key):
+            survivors.append(key)
+    return Tick("untouched stubs fail every check", not survivors, ", ".join(survivors))
+
+
+def _written(
+    chapter: Chapter,
+    stored: Record,
+    answers: dict[str, str],
+    worker: Worker,
+    lines: dict[str, dict],
+    progress: Callable[[str], None],
+) -> Iterator[Tick]:
+    wrong = mutants.written(chapter)
+    few = [
+        key
+        for key in stored.keys
+        if sum(m.key == key and not m.shortcut for m in wrong) < MIN_MUTANTS
+    ]
+    yield Tick(f"at least {MIN_MUTANTS} mutants per exercise", not few, ", ".join(few))
+    survivors = []
+    for mutant in wrong:
+        progress(f"{mutant.key}: {mutant.name}")
+        ran = mutants.attempt(worker, stored, answers, mutant, lines)
+        if not _fails(ran, stored, mutant.key):
+            survivors.append(f"{mutant.key}: {mutant.name}")
+        elif mutant.shortcut and not ran.error.startswith("CheckFailed"):
+            survivors.append(
+                f"{mutant.key}: {mutant.name} fails, but not as forbidden: {ran.error}"
+            )
+    detail = "; ".join(survivors) or f"{len(wrong)} rejected"
+    yield Tick("every written mutant and shortcut is rejected", not survivors, detail)
+
+
+def _automatic(
+    chapter: Chapter,
+    stored: Record,
+    answers: dict[str, str],
+    worker: Worker,
+    lines: dict[str, dict],
+    progress: Callable[[str], None],
+) -> Iterator[Tick]:
+    equivalent = mutants.module(chapter).EQUIVALENT
+    tried, survivors, stale = 0, [], []
+    for key in stored.keys:
+        reasons = dict(equivalent.get(key, {}))
+        for mutant in mutants.automatic(chapter, key):
+            tried += 1
+            progress(f"{key}: {mutant.name}")
+            known = reasons.pop(mutant.name, None)
+            if known is None and not _fails(
+                mutants.attempt(worker, stored, answers, mutant, lines), stored, key
+            ):
+                survivors.append(f"{key}: {mutant.name}")
+        stale += [f"{key}: {name}" for name in reasons]
+    listed = sum(map(len, equivalent.values()))
+    yield Tick(
+        "every automatic mutant is killed or listed as equivalent",
+        not survivors and not stale,
+        "; ".join([f"survives: {s}" for s in survivors] + [f"listed, but gone: {s}" for s in stale])
+        or f"{tried} tried, {listed} equivalent",
+    )
+
+
+def _second(
+    chapter: Chapter,
+    stored: Record,
+    answers: dict[str, str],
+    worker: Worker,
+    progress: Callable[[str], None],
+) -> Tick:
+    """A second correct answer to each exercise passes under many seeds."""
+    path = chapter.second_answers
+    name = f"second answers pass under {SEEDS} seeds"
+    try:
+        others = {key: solutions.from_file(path, key) for key in stored.keys}
+    except (CourseError, FileNotFoundError) as problem:
+        return Tick(name, False, str(problem))
+    wrong = []
+    for seed in range(1, SEEDS + 1):
+        progress(f"second answers, seed {seed}")
+        try:
+            want = worker.run(mutants.cells(stored, answers), seed, timeout=120)
+            got = worker.run(mutants.cells(stored, others), seed, timeout=120)
+        except WorkerLost as lost:
+            return Tick(name, False, f"seed {seed}: {lost}")
+        for key in stored.keys:
+            change = next(differences(want[key].shown, got[key].shown), got[key].error)
+            if change:
+                wrong.append(f"{key}, seed {seed}: {change}")
+    return Tick(name, not wrong, "; ".join(wrong[:3]))

@@ -1,0 +1,1 @@
+"""What the kernels compile to. `python -m kernels.resources` rewrites it."""
