@@ -10,15 +10,19 @@ import argparse
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+from filelock import FileLock
+
 from course.catalog import ROOT, chapters
 from course.errors import CourseError
 
 OUT = ROOT / "_build" / "html"
+ADDRESS = re.compile(r"<[\w.]+ (?:object )?at 0x[0-9a-f]+>")
 MUST_SHOW = ("check-", "predict")  # tags of the cells that cannot have an empty output
 
 
@@ -45,8 +49,16 @@ def npm_packages(root: Path = ROOT) -> Path:
     modules = root / "node_modules"
     stamp = modules / ".course-stamp"
     wanted = hashlib.sha256((root / "package-lock.json").read_bytes()).hexdigest()
-    if stamp.is_file() and stamp.read_text() == wanted:
-        return modules
+    lock = root / "_build" / "npm.lock"
+    lock.parent.mkdir(exist_ok=True)
+    with FileLock(lock):
+        if not stamp.is_file() or stamp.read_text() != wanted:
+            _npm_ci(root)
+            stamp.write_text(wanted)
+    return modules
+
+
+def _npm_ci(root: Path) -> None:
     program = node()
     places = (program.parent, program.parent.parent / "lib")  # Windows, elsewhere
     cli = next(
@@ -64,8 +76,6 @@ def npm_packages(root: Path = ROOT) -> Path:
     if found.returncode:
         reason = (found.stderr or found.stdout).strip().splitlines() or ["no message"]
         raise CourseError(f"`npm ci` failed ({reason[-1]}): the first build needs a network")
-    stamp.write_text(wanted)
-    return modules
 
 
 def unrecorded(path: Path) -> str:
@@ -78,6 +88,8 @@ def unrecorded(path: Path) -> str:
             continue
         if any(output["output_type"] == "error" for output in cell["outputs"]):
             return f"cell {number} stores an error"
+        if any(ADDRESS.search(json.dumps(output)) for output in cell["outputs"]):
+            return f"cell {number} shows a memory address (end its last line with a semicolon)"
         must_show = any(tag.startswith(MUST_SHOW) for tag in cell["metadata"].get("tags", []))
         if must_show and not cell["outputs"]:
             return f"cell {number} stores no output"

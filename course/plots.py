@@ -1,8 +1,8 @@
 """One look for every figure of the course.
 
-The palette keeps its order of brightness in greyscale and stays apart under the common colour
-blindnesses (after Okabe and Ito). Figures are SVG, narrow enough that their text is still
-readable on a phone, and byte for byte the same on each run.
+The palette stays apart under the common colour blindnesses (it starts from the one of Okabe and
+Ito, darkened for white). Figures are SVG, narrow enough that their text is still readable on a
+phone, and byte for byte the same on each run.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ PINK = "#b8568c"
 GREY = "#6b7280"
 SEQUENTIAL = "cividis"  # for heat maps: perceptually even, safe for colour-blind readers
 
-_STYLE: dict[str, Any] = {
+_STYLE: dict[Any, Any] = {
     "figure.figsize": (5.2, 3.5),
     "figure.constrained_layout.use": True,
     "font.size": 12,

@@ -50,6 +50,7 @@ def build(
     nb = notebook.read(chapter.md)
     cells = notebook.cells(nb, where)
     new = skeleton(chapter, nb, cells)
+    mutants.written(chapter)  # an edit that does not match should fail before minutes of work
     outputs = _execute(chapter, nb, cells, progress)
     for cell in cells:
         shown = [o["data"][MIME] for o in outputs.get(cell.index, []) if MIME in o.get("data", {})]

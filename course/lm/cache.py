@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from course.lm.model import Attention, Config
+from course.lm.model import Attention, Config, causal_attention
 
 
 class KVCache:
@@ -47,18 +47,21 @@ class KVCache:
         slots = torch.arange(last + 1, device=positions.device)
         visible = slots <= positions[..., None]  # [B, T, S]
         mask = None if visible.all() else visible[:, None]  # [B, 1, T, S]
+        from_start = positions.shape[1] == last + 1 and bool((positions == slots).all())
         sequence = torch.arange(batch, device=positions.device)[:, None]
 
         def attention(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             stored_k[layer][sequence, positions] = k
             stored_v[layer][sequence, positions] = v
+            if from_start:  # all that may be seen is in this pass: faster than a mask
+                return causal_attention(layer, q, k, v)
             if q.shape[1] > 1:
                 return F.scaled_dot_product_attention(
                     q.transpose(1, 2), seen_k[layer], seen_v[layer], mask, enable_gqa=True
                 ).transpose(1, 2)
             # One query: the heads of a group become the queries of their KV head.
-            groups = q.view(batch, k.shape[2], -1, q.shape[3])  # [B, Hkv, H/Hkv, D]
+            groups = q.reshape(batch, k.shape[2], -1, q.shape[3])  # [B, Hkv, H/Hkv, D]
             o = F.scaled_dot_product_attention(groups, seen_k[layer], seen_v[layer], mask)
-            return o.view(q.shape)
+            return o.reshape(q.shape)
 
         return attention

@@ -1,7 +1,6 @@
 """Greedy and sampled generation with the KV cache."""
 
-from collections.abc import Sequence
-from typing import overload
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -9,55 +8,31 @@ from torch import Tensor
 from course.lm.cache import KVCache
 from course.lm.model import Llama
 
-
-@overload
-def generate(
-    model: Llama,
-    ids: Sequence[int],
-    max_new_tokens: int,
-    temperature: float = ...,
-    top_k: int = ...,
-    top_p: float = ...,
-    generator: torch.Generator | None = ...,
-    eos: int | None = ...,
-) -> list[int]: ...
-
-
-@overload
-def generate(
-    model: Llama,
-    ids: Sequence[Sequence[int]],
-    max_new_tokens: int,
-    temperature: float = ...,
-    top_k: int = ...,
-    top_p: float = ...,
-    generator: torch.Generator | None = ...,
-    eos: int | None = ...,
-) -> list[list[int]]: ...
+Ids = TypeVar("Ids", list[int], list[list[int]])
 
 
 @torch.inference_mode()
 def generate(
     model: Llama,
-    ids: Sequence[int] | Sequence[Sequence[int]],
+    ids: Ids,
     max_new_tokens: int,
     temperature: float = 0.0,
     top_k: int = 0,
     top_p: float = 1.0,
     generator: torch.Generator | None = None,
     eos: int | None = None,
-) -> list[int] | list[list[int]]:
-    """The new ids after one prompt, or after each prompt of a batch (lengths may differ).
+) -> Ids:
+    """The new ids after one prompt (a list of ids), or after each of a batch (a list of prompts).
 
-    Stops after `max_new_tokens`, or earlier at `eos`, which is the last id returned then.
-    `temperature`, `top_k`, `top_p`, `generator`: see `sample`. A sequence's greedy ids do not
-    depend on its batch, up to rounding. Raises ValueError on an empty prompt or an id outside
-    the vocabulary.
+    Prompts may differ in length. A sequence stops after `max_new_tokens`, or earlier at `eos`,
+    which is then its last id. `temperature`, `top_k`, `top_p`, `generator`: see `sample`. Greedy
+    ids do not depend on the rest of the batch, up to rounding. Raises ValueError on an empty
+    prompt or an id outside the vocabulary.
     """
     if max_new_tokens < 0:
         raise ValueError(f"max_new_tokens is {max_new_tokens}: it must not be negative")
-    single = len(ids) > 0 and isinstance(ids[0], int)
-    prompts: list[list[int]] = [list(ids)] if single else [list(p) for p in ids]  # type: ignore
+    single = bool(ids) and isinstance(ids[0], int)
+    prompts = cast(list[list[int]], [ids] if single else ids)
     if not prompts or not all(prompts):
         raise ValueError("ids holds an empty prompt: each needs at least one token")
     vocab, device = model.config.vocab, model.embed.device
@@ -90,7 +65,7 @@ def generate(
                 running.remove(row)
         if not running:
             break
-    return outputs[0] if single else outputs
+    return cast(Ids, outputs[0] if single else outputs)
 
 
 def sample(
@@ -120,7 +95,6 @@ def sample(
     vocab = logits.shape[-1]
     probs, order = probs.topk(min(top_k or vocab, vocab), dim=-1)  # likeliest first
     before = probs.cumsum(dim=-1) - probs  # mass of the likelier ids
-    before[:, 0] = 0  # the likeliest stays, whatever the rounding
     probs[before >= top_p * probs.sum(dim=-1, keepdim=True)] = 0
     drawn = torch.multinomial(probs, 1, generator=generator)  # normalises its weights itself
     return order.gather(1, drawn)[:, 0]

@@ -194,28 +194,29 @@ class Llama(nn.Module):
 def random_model(config: Config, generator: torch.Generator) -> Llama:
     """A seeded fp32 model for checks: the same weights on any number of threads.
 
-    The scales make an untrained model behave: scores have a standard deviation of about 2, so that
-    positions matter; a layer adds more than the embedding holds, so that the greedy ids do not
-    repeat the last token; and logits spread over about sqrt(hidden), so that the best two are
-    seldom closer than rounding. `generator` lives on the CPU.
+    The scales make an untrained model behave. Attention scores have a standard deviation of about
+    2, so that positions matter. Logits spread over several units, so that the best two are seldom
+    as close as rounding. The final norm is negative, and the output projection leans towards the
+    embedding: the last token becomes the unlikeliest, and greedy ids do not get stuck on one.
+    `generator` lives on the CPU.
     """
 
-    def fill(weight: Tensor, gain: float = 1.0) -> None:
-        weight.copy_(torch.randn(weight.shape, generator=generator) * gain)
+    def fill(weight: Tensor, gain: float = 1.0, mean: float | Tensor = 0.0) -> None:
+        weight.copy_(mean + gain * torch.randn(weight.shape, generator=generator))
 
     model = Llama(config)
     fill(model.embed)
     if not config.tied:
-        fill(model.head)
-    gains = {"q": 1.5, "k": 1.5, "v": 1.0, "o": 3.0, "gate": 1.0, "up": 1.0, "down": 6.0}
+        fill(model.head, mean=model.embed)
+    gains = {"q": 1.5, "k": 1.5, "v": 1.0, "o": 2.0, "gate": 1.0, "up": 1.0, "down": 4.0}
+    block: Any
     for block in model.layers:
+        fill(block.attn_norm, gain=0.1, mean=1.0)
+        fill(block.mlp_norm, gain=0.1, mean=1.0)
         for name, gain in gains.items():
             weight = block.get_parameter(name)
             fill(weight, gain / weight.shape[1] ** 0.5)
-    for name, weight in model.named_parameters():
-        if weight.ndim == 1:  # norms
-            fill(weight, 0.1)
-            weight += 1.0
+    fill(model.norm, gain=0.1, mean=-1.0)
     return model
 
 

@@ -38,7 +38,8 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """The ids of `text`, with the special tokens that the checkpoint adds by itself.
 
-        A special token written out in `text` becomes its id.
+        A special token written out in `text` becomes its id. Bytes that the vocabulary lacks are
+        dropped; SmolLM2 lacks a few control characters and nothing that people write.
         """
         return self._tokenizer.encode(text).ids
 

@@ -209,4 +209,5 @@ if __name__ == "__main__":
     try:
         print(prepare(print))
     except CourseError as error:
-        sys.exit(str(error))
+        print(error, file=sys.stderr)
+        sys.exit(2)

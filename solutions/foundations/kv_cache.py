@@ -91,11 +91,9 @@ class LayerKV:
         """
         # stub: compute the new length and refuse it if it does not fit
         end = self.length + k.shape[1]
-        if end > self.k.shape[1]:
-            raise ValueError(
-                f"k has {k.shape[1]} tokens: only "
-                f"{self.k.shape[1] - self.length} more fit"
-            )
+        max_len = self.k.shape[1]
+        if end > max_len:
+            raise ValueError(f"k ends at token {end}: max_len is {max_len}")
         self.k[:, self.length : end] = k
         self.v[:, self.length : end] = v
         self.length = end
@@ -172,7 +170,7 @@ def generate_cached(
             torch.tensor([feed]), positions[None], attention, logits_to_keep=1
         )
         fed += len(feed)
-        feed = [int(logits[0, -1].argmax())]
+        feed = [int(logits.argmax())]
         new_ids += feed
     return new_ids, fed
 

@@ -9,9 +9,11 @@ import runpy
 from collections import Counter
 from pathlib import Path
 
-from course import catalog, solutions
-from course.runtime import MIME
 from sphinx.util import logging
+
+from course import catalog, solutions
+from course.errors import CourseError
+from course.runtime import MIME
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +61,7 @@ def expand(text: str, chapter: catalog.Chapter, wrong: Counter) -> str:
         shown = folded("solution", f"One answer: <code>{key}</code>", code)
         if wrong[key]:
             answers = "one wrong answer" if wrong[key] == 1 else f"{wrong[key]} wrong answers"
-            shown += f"\n\n<p class=\"mutants\">The checks below reject {answers} on file.</p>"
+            shown += f'\n\n<p class="mutants">The checks below reject {answers} on file.</p>'
         return shown
 
     return MARK.sub(put, text)
@@ -82,9 +84,11 @@ def facts(chapter: catalog.Chapter, cells: list[dict], wrong: Counter) -> str:
 
 
 def depends_on(chapter: catalog.Chapter) -> list[Path]:
-    """Files outside the notebook that its page shows."""
+    """Files outside the notebook that decide what its page shows."""
     kernels = sorted((catalog.ROOT / "kernels").glob("*.py"))
-    return [path for path in (chapter.solution, chapter.mutants, *kernels) if path.is_file()]
+    course = [Path(catalog.__file__).with_suffix(".yml"), Path(solutions.__file__)]
+    wanted = [chapter.solution, chapter.mutants, *kernels, *course]
+    return [path for path in wanted if path.is_file()]
 
 
 def complete(app, docname, source):
@@ -103,7 +107,7 @@ def complete(app, docname, source):
             try:
                 text = TITLE.sub(lambda title: f"{title[0]}\n\n{line}\n", text, count=1)
                 cell["source"] = expand(text, chapter, wrong)
-            except Exception as problem:  # an author's slip: name the place and go on
+            except (CourseError, ValueError) as problem:
                 logger.warning("cell %d: %s", number, problem, location=docname)
             continue
         for output in cell.get("outputs", []):

@@ -9,11 +9,12 @@ import json
 import subprocess
 from pathlib import Path
 
-from course.book import node, npm_packages
 from docutils import nodes
 from sphinx.locale import _
 from sphinx.util import logging
 from sphinx.util.math import get_node_equation_number
+
+from course.book import node, npm_packages
 
 logger = logging.getLogger(__name__)
 

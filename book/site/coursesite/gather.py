@@ -6,18 +6,17 @@ A page says where with a comment: `<!-- parts -->`, `<!-- chapters: PART -->`, `
 
 import ast
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from course import catalog
-from course.lab import table
 from sphinx.errors import ExtensionError
-from sphinx.util import logging
 from sphinxcontrib.bibtex.plugin import register_plugin
 from sphinxcontrib.bibtex.style.referencing import BracketStyle
 from sphinxcontrib.bibtex.style.referencing.author_year import AuthorYearReferenceStyle
 
-logger = logging.getLogger(__name__)
+from course import catalog
+from course.lab import table
 
 BOOK = catalog.ROOT / "book"
 MARK = re.compile(r"^<!-- (parts|chapters|glossary|resources)(?:: (\w+))? -->$", re.MULTILINE)
@@ -31,9 +30,9 @@ COLUMNS = {
     "target": "target",
     "registers": "registers",
     "spills": "spills",
-    "shared": "shared memory, bytes",
+    "shared": "shared, bytes",
     "occupancy": "occupancy, %",
-    "wide_loads": "16-byte loads, %",
+    "wide_loads": "16\u2011byte loads, %",
     "tensor_core": "tensor-core instruction",
 }
 RULE = "|---|---|--:|--:|--:|--:|--:|---|"
@@ -107,33 +106,37 @@ def glossary() -> str:
 
 
 def resources() -> str:
-    """What each kernel compiles to, from the committed tables: a table per family and launch."""
-    shown = []
-    for path in sorted(table.FOLDER.glob("*.json")):
-        family = path.stem
-        source = catalog.ROOT / "kernels" / f"{family}.py"
-        purpose = (ast.get_docstring(ast.parse(source.read_text(encoding="utf-8"))) or "").split("\n")
-        place = f"{catalog.repository()}/blob/main/kernels/{family}.py"
-        shown.append(f"### {family}\n\n{purpose[0]} The source is [kernels/{family}.py]({place}).")
-        rows = table.load(family)[1]
-        for launch in dict.fromkeys(row["launch"] for row in rows):
-            lines = [cells(row) for row in rows if row["launch"] == launch]
-            shown.append("\n".join([f"**{launch}**\n", cells(COLUMNS), RULE, *lines]))
+    """What each kernel compiles to, from the committed tables."""
+    return "\n\n".join(family(path.stem) for path in sorted(table.FOLDER.glob("*.json")))
+
+
+def family(name: str) -> str:
+    """A heading, what the kernels of a family do, and a table for each recorded launch."""
+    source = catalog.ROOT / "kernels" / f"{name}.py"
+    purpose = (ast.get_docstring(ast.parse(source.read_text(encoding="utf-8"))) or "").split("\n")[
+        0
+    ]
+    link = f"[kernels/{name}.py]({catalog.repository()}/blob/main/kernels/{name}.py)"
+    shown = [f"### {name}", f"{purpose} The source is {link}."]
+    rows = table.load(name)[1]
+    for launch in dict.fromkeys(row["launch"] for row in rows):
+        body = [line(compiled(row)) for row in rows if row["launch"] == launch]
+        shown.append(f"**{launch}**")
+        shown.append("\n".join(["{.resources}", line(COLUMNS.values()), RULE, *body]))
     return "\n\n".join(shown)
 
 
-def cells(row: dict) -> str:
-    """One line of a Markdown table of resources."""
-    name = row["kernel"].strip("_").removesuffix("_kernel").replace("_", " ")
-    units = row["tensor_core"]
-    shared = f"{row['shared']:,}" if isinstance(row["shared"], int) else row["shared"]
-    found = {
-        **row,
-        "kernel": name,
-        "shared": shared,
-        "tensor_core": units if isinstance(units, str) else ", ".join(units) or "none",
-    }
-    return "| " + " | ".join(str(found[column]) for column in COLUMNS) + " |"
+def compiled(row: dict) -> list[str]:
+    """A row of a resource table, as the words to show in `COLUMNS`."""
+    kernel = row["kernel"].strip("_").removesuffix("_kernel").replace("_", " ")
+    units = ", ".join(row["tensor_core"]) or "none"
+    words = {**row, "kernel": kernel, "shared": f"{row['shared']:,}", "tensor_core": units}
+    return [str(words[column]) for column in COLUMNS]
+
+
+def line(words: Iterable[str]) -> str:
+    """One line of a Markdown table."""
+    return f"| {' | '.join(words)} |"
 
 
 FILL = {

@@ -13,6 +13,19 @@ BODY = (
 )
 
 
+def named_folds(navigation):
+    """The theme's function for the contents, with a name for each arrow that opens a part."""
+
+    def generate(*args, **options):
+        contents = navigation(*args, **options)
+        for summary in contents.select("li > details > summary"):
+            part = summary.find_parent("li").find("a").get_text()
+            summary["aria-label"] = f"Chapters of {part}"
+        return contents
+
+    return generate
+
+
 def mend(app, pagename, templatename, context, doctree):
     """`html-page-context`, after the theme has added its buttons."""
     body = context.get("body", "")
@@ -20,6 +33,7 @@ def mend(app, pagename, templatename, context, doctree):
         body = pattern.sub(replacement, body)
     if body:
         context["body"] = body
+    context["generate_toctree_html"] = named_folds(context["generate_toctree_html"])
     for group in context.get("header_buttons", []):
         for button in group.get("buttons", []):
             # a chapter is edited in its Markdown source, the notebook is built from it

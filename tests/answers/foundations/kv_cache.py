@@ -56,7 +56,7 @@ class LayerKV:
 
 
 def attend(q, K, V):
-    """Key by key with a running softmax, in float64, KV heads repeated."""
+    """16 keys at a time with a running softmax, in float64, KV heads repeated."""
     t, T, group = q.shape[1], K.shape[1], q.shape[2] // max(K.shape[2], 1)
     if group * K.shape[2] != q.shape[2] or t > T:
         raise ValueError("q does not fit K")
@@ -64,13 +64,16 @@ def attend(q, K, V):
     high = torch.full(q.shape[:3], -math.inf, dtype=torch.float64)  # [B, t, H]
     total = torch.zeros_like(high)
     out = torch.zeros(q.shape, dtype=torch.float64)
-    for j in range(T):
-        score = (q.double() * K[:, j : j + 1]).sum(-1) / q.shape[-1] ** 0.5
-        score[:, : max(0, j - (T - t))] = -math.inf  # queries before key j
-        higher = torch.maximum(high, score)
-        weight, keep = (score - higher).exp(), (high - higher).exp()
-        total = total * keep + weight
-        out = out * keep[..., None] + weight[..., None] * V[:, j : j + 1]
+    place = torch.arange(T - t, T)[:, None, None]  # [t, 1, 1], of each query
+    for j in range(0, T, 16):
+        keys, values = K[:, j : j + 16], V[:, j : j + 16]
+        scores = torch.einsum("bthd,bshd->bths", q.double(), keys) / q.shape[-1] ** 0.5
+        later = torch.arange(j, j + keys.shape[1]) > place  # [t, 1, s]
+        scores = torch.where(later, -math.inf, scores)
+        higher = torch.maximum(high, scores.amax(-1))
+        weights, keep = (scores - higher[..., None]).exp(), (high - higher).exp()
+        total = total * keep + weights.sum(-1)
+        out = out * keep[..., None] + torch.einsum("bths,bshd->bthd", weights, values)
         high = higher
     return (out / total[..., None]).to(q.dtype)
 

@@ -78,8 +78,8 @@ _BYTES = [
 _LAYER = [
     (
         "length_before_the_test",
-        "        end = self.length + k.shape[1]\n        if end > self.k.shape[1]:",
-        "        end = self.length = self.length + k.shape[1]\n        if end > self.k.shape[1]:",
+        '            raise ValueError(f"k ends',
+        '            self.length = end\n            raise ValueError(f"k ends',
         "The refused append has changed `length`. Test first, and only then move `length`.",
     ),
     (
@@ -110,8 +110,8 @@ _LAYER = [
     ),
     (
         "last_slot_unused",
-        "if end > self.k.shape[1]:",
-        "if end >= self.k.shape[1]:",
+        "if end > max_len:",
+        "if end >= max_len:",
         "The buffer refuses its last slot: exactly max_len tokens must fit, so compare with `>`.",
     ),
     (
@@ -249,7 +249,7 @@ _LOOP = """\
             torch.tensor([feed]), positions[None], attention, logits_to_keep=1
         )
         fed += len(feed)
-        feed = [int(logits[0, -1].argmax())]
+        feed = [int(logits.argmax())]
         new_ids += feed
 """
 _GENERATE = [
@@ -303,8 +303,8 @@ _GENERATE = [
     ),
     (
         "feeds_all_again",
-        "feed = [int(logits[0, -1].argmax())]\n        new_ids += feed",
-        "new_ids += [int(logits[0, -1].argmax())]\n        feed = ids + new_ids",
+        "feed = [int(logits.argmax())]\n        new_ids += feed",
+        "new_ids += [int(logits.argmax())]\n        feed = ids + new_ids",
         "The whole sequence is fed again and appended again. With a cache, only the token just "
         "chosen is new.",
     ),
@@ -429,6 +429,13 @@ _KERNEL = [
         "total is not rescaled when the maximum grows: the sum of weights mixes two scales.",
     ),
     (
+        "maximum_of_the_block",
+        "new_high = tl.maximum(high, tl.max(s, 1))",
+        "new_high = tl.max(s, 1)",
+        "The running maximum falls in a block of small scores, and the rescale factor overflows "
+        "to infinity: take the larger of the old maximum and the block's.",
+    ),
+    (
         "lse_without_total",
         "(high + tl.log2(total))",
         "high",
@@ -488,13 +495,13 @@ _KERNEL = [
     ),
     (
         "not_normalised",
-        "average = acc / tl.where(total > 0.0, total, 1.0)[:, None]",
+        "average = acc / tl.maximum(total, 1.0)[:, None]",
         "average = acc",
         "part_out holds the weighted sum, not the average: divide by total.",
     ),
     (
         "empty_split_is_nan",
-        "average = acc / tl.where(total > 0.0, total, 1.0)[:, None]",
+        "average = acc / tl.maximum(total, 1.0)[:, None]",
         "average = acc / total[:, None]",
         "A split without keys computes 0 / 0. It must write 0: divide by 1 where total is 0.",
     ),
@@ -633,4 +640,12 @@ SHORTCUTS = {
     ],
 }
 
-EQUIVALENT: dict[str, dict[str, str]] = {}
+_NOT_STORED = "fills padded rows and columns of the query tile: the rows are never stored, and the "
+EQUIVALENT: dict[str, dict[str, str]] = {
+    "decode_attention_kernel": {
+        "constant#7: 0.0 to 1.0": _NOT_STORED + "columns meet zeros of K",
+        "constant#8: 1e+38 to 2e+38": "any finite floor below every score gives the same maximum",
+        "constant#10: 0.0 to 1.0": "fills keys that tl.where replaces and columns where q is 0",
+        "constant#14: 0.0 to 1.0": "fills values of weight 0 and columns that are never stored",
+    },
+}
