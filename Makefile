@@ -49,7 +49,7 @@ test-all: setup
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
-	$(BIN)/ruff format --check course tests conftest.py
+	$(BIN)/ruff format --check course book tests conftest.py
 	$(BIN)/ruff format --check --line-length 79 kernels solutions
 	$(BIN)/mypy
 

@@ -71,14 +71,22 @@ def automatic(chapter: Chapter, key: str) -> Iterator[Mutant]:
 
 
 def cells(
-    record: Record, answers: dict[str, str], only: str | None = None
+    record: Record, answers: dict[str, str], only: str | None = None, light: bool = False
 ) -> list[tuple[str, str, str]]:
-    """The recorded cells with `answers` in place, and the checks of one exercise or of all."""
+    """The recorded cells with `answers` in place.
+
+    Args:
+        only: one exercise: its checks, its answer and those it needs.
+        light: leave out the check cells that run the real model.
+    """
+    wanted = {only, *record.exercise(only).needs} if only else set(record.keys)
     out = []
     for kind, key, source in record.cells:
-        if kind == "answer":
+        if kind == "setup":
+            out.append((kind, key, source))
+        elif kind == "answer" and key in wanted:
             out.append((kind, key, solutions.answer_cell(key, answers[key])))
-        elif kind == "setup" or only in (None, key):
+        elif kind == "check" and only in (None, key) and not (light and "lm.load(" in source):
             out.append((kind, key, source))
     return out
 

@@ -4,6 +4,7 @@ Recording's second runs, mutants and second answers use it: hundreds of short ru
 import of torch and one loaded model. Each job gets a fresh namespace and its own seed.
 """
 
+import gc
 import json
 import os
 import select
@@ -141,9 +142,12 @@ def _serve() -> None:
     config.HistoryManager.enabled = False
     config.InteractiveShell.colors = "nocolor"
     shell = InteractiveShell.instance(config=config)
-    for line in sys.stdin:
+    for number, line in enumerate(sys.stdin):
         replies.write(json.dumps(_job(shell, json.loads(line))) + "\n")
         replies.flush()
+        if number == 0:  # each reset collects garbage: do not walk torch's modules again
+            gc.collect()
+            gc.freeze()
 
 
 def _job(shell, job: dict) -> dict:

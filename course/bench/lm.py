@@ -1,8 +1,9 @@
 """`python -m course.bench.lm`: tokens per second of `course.lm` beside its peers.
 
-All run in this process, in fp32, on the same threads and prompts, greedily. Repeats are interleaved
-and medians compared, so that a busy machine slows everyone alike. A peer that is not installed is
-left out. A ratio above 1 means that ours is faster.
+All run in this process, in fp32, on the same threads and prompts, greedily. On a shared machine a
+time says little, so the runs take turns, the order is reversed every other time, and the ratio is
+the median over turns of their time to ours: above 1, ours is faster. A peer that is not installed
+is left out.
 """
 
 import statistics
@@ -14,8 +15,10 @@ import torch
 from course.lm import generate, load
 from course.lm.weights import GGUF, model_dir
 
-PROMPT, NEW, REPEATS = 128, 32, 5
+PROMPT, NEW, REPEATS = 128, 32, 9
+OURS = "course.lm"
 Run = Callable[[list[list[int]], int], object]
+Times = dict[str, list[float]]  # seconds of each repeat, by name
 
 
 def ours() -> Run:
@@ -58,47 +61,48 @@ def llama_cpp_run() -> Run:
     return run
 
 
-def measure(runs: dict[str, Run], prompts: list[list[int]]) -> dict[str, tuple[float, float]]:
-    """Median (prefill, decode) seconds of each run: until the first id, and for the rest."""
-    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
-    for repeat in range(REPEATS + 1):
-        for name, run in runs.items():
-            start = time.perf_counter()
-            run(prompts, 1)
-            middle = time.perf_counter()
-            run(prompts, 1 + NEW)
-            end = time.perf_counter()
-            if repeat:  # the first only warms up
-                seconds[name].append((middle - start, end - middle - (middle - start)))
-    return {
-        name: (statistics.median(p for p, _ in times), statistics.median(d for _, d in times))
-        for name, times in seconds.items()
-    }
+def measure(runs: dict[str, Run], prompts: list[list[int]]) -> dict[str, Times]:
+    """Seconds until the first id (prefill) and for the NEW after it (decode)."""
+    times: dict[str, Times] = {part: {name: [] for name in runs} for part in ("prefill", "decode")}
+    order = list(runs)
+    for name in order:  # warm up
+        runs[name](prompts, 2)
+    for _ in range(REPEATS):
+        order.reverse()
+        for name in order:
+            times["prefill"][name].append(seconds(runs[name], prompts, 1))
+        for name in order:
+            both = seconds(runs[name], prompts, 1 + NEW)
+            times["decode"][name].append(both - times["prefill"][name][-1])
+    return times
+
+
+def seconds(run: Run, prompts: list[list[int]], new: int) -> float:
+    start = time.perf_counter()
+    run(prompts, new)
+    return time.perf_counter() - start
 
 
 def main() -> None:
     runs: dict[str, Run] = {}
-    makers = {"course.lm": ours, "transformers": transformers_run, "llama.cpp": llama_cpp_run}
+    makers = {OURS: ours, "transformers": transformers_run, "llama.cpp": llama_cpp_run}
     for name, make in makers.items():
         try:
             runs[name] = make()
         except ImportError as error:
             print(f"left out: {name} ({error})")
     print(f"{torch.get_num_threads()} threads, prompt {PROMPT}, {NEW} new tokens, fp32")
-    print(f"{'batch':>5} {'':<13} {'prefill tok/s':>14} {'decode tok/s':>13}")
+    print(f"{'batch':>5}  {'':<13} {'':<8} {'tok/s':>7} {'ratio':>6}")
     generator = torch.Generator().manual_seed(0)
     for batch in (1, 8):
         prompts = torch.randint(1000, 40_000, (batch, PROMPT), generator=generator).tolist()
         here = {name: run for name, run in runs.items() if batch == 1 or name != "llama.cpp"}
-        times = measure(here, prompts)
-        for name, (prefill, decode) in times.items():
-            print(f"{batch:>5} {name:<13} {batch * PROMPT / prefill:>14.1f}", end=" ")
-            print(f"{batch * NEW / decode:>13.1f}")
-        for name, (prefill, decode) in times.items():
-            if name != "course.lm":
-                mine = times["course.lm"]
-                print(f"      ratio to {name}: prefill {prefill / mine[0]:.2f}", end=", ")
-                print(f"decode {decode / mine[1]:.2f}")
+        for part, times in measure(here, prompts).items():
+            tokens = batch * (PROMPT if part == "prefill" else NEW)
+            for name, theirs in times.items():
+                speed = tokens / statistics.median(theirs)
+                ratio = statistics.median(t / o for t, o in zip(theirs, times[OURS], strict=True))
+                print(f"{batch:>5}  {name:<13} {part:<8} {speed:>7.1f} {ratio:>6.2f}")
 
 
 if __name__ == "__main__":

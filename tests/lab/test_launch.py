@@ -1,0 +1,90 @@
+"""Argument checks of launchers, and that they need nothing but torch."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from course.lab.launch import arch, cdiv, check_tensor, next_power_of_2, pretending, processors
+
+CPU = torch.device("cpu")
+
+
+def test_rounding() -> None:
+    assert [cdiv(n, 4) for n in (0, 1, 4, 5)] == [0, 1, 1, 2]
+    assert [next_power_of_2(n) for n in (0, 1, 2, 3, 16, 17)] == [1, 1, 2, 4, 16, 32]
+
+
+@pytest.mark.parametrize(
+    "tensor, message",
+    [
+        (torch.ones(3), r"^x: shape \[3\] must be \[B, 4\]"),
+        (torch.ones(3, 5), r"^x: shape \[3, 5\] must be \[B, 4\]"),
+        (torch.ones(3, 4).double(), r"^x: dtype torch\.float64 must be torch\.float32"),
+        (torch.ones(3, 4, device="meta"), r"^x: device meta must be cpu"),
+        (torch.ones(3, 8)[:, ::2], r"^x: last stride 2 must be 1"),
+        (torch.ones(4, 3).T, r"^x: last stride 3 must be 1"),
+    ],
+)
+def test_what_does_not_fit_is_named(tensor: torch.Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_tensor("x", tensor, ("B", 4), (torch.float32,), CPU)
+
+
+def test_what_fits() -> None:
+    for tensor in (torch.ones(3, 4), torch.ones(9, 8)[::3, :4], torch.ones(0, 4)):
+        check_tensor("x", tensor, ("B", 4), (torch.float16, torch.float32), CPU)
+    check_tensor("x", torch.ones(2, 2)[:, :1], ("B", 1), (torch.float32,), CPU)
+
+
+def test_targets() -> None:
+    assert (arch(CPU), processors(CPU)) == ("cpu", 1)
+    with pretending("sm_90"), pretending("gfx942"):
+        assert arch(CPU) == "gfx942"
+    assert arch(CPU) == "cpu"
+
+
+def test_a_launcher_needs_only_torch_and_triton() -> None:
+    """A bare GPU machine has no typer, rich, nbval, notebook tools, nor the interpreter's needs."""
+    program = """
+import sys
+for name in ("typer", "rich", "nbval", "nbformat", "jupytext", "yaml", "matplotlib", "IPython"):
+    sys.modules[name] = None
+import kernels.attention_decode, kernels.cases
+loaded = [name for name in sys.modules if name.startswith("course.lab.")]
+assert loaded == ["course.lab.launch"], loaded
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_without_triton_the_lab_says_what_to_do() -> None:
+    program = """
+import sys
+sys.modules["triton"] = None
+import course
+from course import lab
+assert lab.poisoned((2,), __import__("torch").float32).isnan().all()
+try:
+    lab.interpreted
+except course.errors.CourseError as error:
+    assert "pip install triton" in str(error)
+else:
+    raise SystemExit("no error")
+"""
+    subprocess.run(
+        [sys.executable, "-c", program.replace("import course\n", "import course.errors\n")],
+        check=True,
+    )
+
+
+def test_unknown_instruments() -> None:
+    from course import lab
+
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        lab.nothing  # noqa: B018
+
+
+def test_importing_the_course_does_not_import_triton() -> None:
+    program = "import sys, course, course.lab; assert 'triton' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True)
