@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import pytest
@@ -314,11 +315,17 @@ def warm_kernel() -> Any:
     return kernel
 
 
+@cache
+def _ipython_folder() -> tempfile.TemporaryDirectory:
+    """An empty profile, so that no startup file of the user runs; removed when we exit."""
+    return tempfile.TemporaryDirectory(prefix="course-ipython-", ignore_cleanup_errors=True)
+
+
 @contextmanager
 def kernel_environment() -> Iterator[None]:
     """The environment that a kernel of ours starts in; restored for this process afterwards."""
     wanted = {
-        "IPYTHONDIR": tempfile.mkdtemp(prefix="course-ipython-"),
+        "IPYTHONDIR": _ipython_folder().name,
         "PYTHONHASHSEED": "0",
         "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads starve each other on a busy machine
         "TOKENIZERS_PARALLELISM": "false",

@@ -27,7 +27,7 @@ def __getattr__(name: str) -> Any:
     try:
         return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
     except ModuleNotFoundError as error:
-        if error.name != "triton":
+        if (error.name or "").split(".")[0] != "triton":
             raise
         from course.errors import CourseError
 

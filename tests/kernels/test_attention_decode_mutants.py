@@ -212,13 +212,20 @@ def notices_arguments(module: ModuleType) -> bool:
 
 def notices_configuration(module: ModuleType) -> bool:
     """The choices that the committed table was compiled from."""
-    options = {"num_warps": 4, "num_stages": 2}
     half, single = torch.float16, torch.float32
-    want = {("sm_90", half): 64, ("sm_80", half): 64, ("gfx942", half): 32}
-    want |= {("sm_90", single): 16, ("gfx942", single): 16}
-    if any(module._configuration(*k) != (block_t, options) for k, block_t in want.items()):
-        return True
-    return module._configuration("cpu", half) != (16, {})
+    want = {
+        ("sm_80", 128, half): (64, 4),
+        ("sm_90", 64, torch.bfloat16): (64, 4),
+        ("gfx942", 128, half): (32, 4),
+        ("sm_90", 128, single): (16, 8),
+        ("sm_90", 65, single): (16, 8),
+        ("gfx942", 64, single): (32, 8),
+    }
+    for arguments, (block_t, warps) in want.items():
+        options = {"num_warps": warps, "num_stages": 2}
+        if module._configuration(*arguments) != (block_t, options):
+            return True
+    return module._configuration("cpu", 128, half) != (16, {})
 
 
 DETECTORS = [  # the cheap ones first

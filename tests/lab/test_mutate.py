@@ -75,7 +75,7 @@ def test_python_rules(name: str, text: str) -> None:
         (".to#1: drop tl.float32", "tl.where(o < n, (b), m)"),
         ("tl.dot#1: drop the accumulator", "acc = tl.dot(b, b)"),
         ("tl.cdiv#1: round down", "((n) // (BLOCK))"),
-        ("operator#3: drop (o < n) &", "mask=((o > 0))"),
+        ("operator#3: drop o < n &", "mask=((o > 0))"),
     ],
 )
 def test_triton_rules(name: str, text: str) -> None:
