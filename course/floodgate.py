@@ -4,29 +4,37 @@ import sys
 from typing import Any
 
 
-def install(limit: int) -> None:
-    """From now on each cell may print `limit` characters to stdout and stderr together."""
-    from IPython import get_ipython
+class Gate:
+    """Stands for stdout or stderr and passes on at most `limit` characters a cell.
 
-    shell, used = get_ipython(), {"n": 0, "told": False}
+    A new object rather than a patched stream: IPython swaps a stream's `write` while a cell runs
+    and puts back what it found before.
+    """
 
-    def reset(*_: Any) -> None:
-        used["n"], used["told"] = 0, False
+    def __init__(self, stream: Any, limit: int):
+        self._stream, self._limit, self._used = stream, limit, 0
 
-    shell.events.register("pre_run_cell", reset)
-    for stream in (sys.stdout, sys.stderr):
-        stream.write = _capped(stream, stream.write, used, limit)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
-
-def _capped(stream: Any, write: Any, used: dict, limit: int) -> Any:
-    def capped(text: str) -> int:
-        room = limit - used["n"]
-        used["n"] += len(text)
-        if room > 0:
-            write(text[:room])
-        if used["n"] > limit and not used["told"]:
-            used["told"] = True
-            write(f"\n[output cut after {limit:,} characters]\n")
+    def write(self, text: str) -> int:
+        room = self._limit - self._used
+        self._used += len(text)
+        if room >= 0:
+            self._stream.write(text[:room])
+            if self._used > self._limit:
+                self._stream.write(f"\n[output cut after {self._limit:,} characters]\n")
         return len(text)
 
-    return capped
+    def reset(self, *_: Any) -> None:
+        self._used = 0
+
+
+def install(limit: int) -> None:
+    """From now on each cell may print `limit` characters to stdout, and as many to stderr."""
+    from IPython import get_ipython
+
+    for name in ("stdout", "stderr"):
+        gate = Gate(getattr(sys, name), limit)
+        setattr(sys, name, gate)
+        get_ipython().events.register("pre_run_cell", gate.reset)

@@ -94,7 +94,11 @@ def _feedback(shown: dict) -> str:
     name, want = shown["name"], STATE.expected[shown["name"]]
     if compare.agree(want["values"], shown["values"], want["tol"]):
         return f"  ✓ {name} matches"
-    lines = [f"  ✗ {name}", f"    expected {compare.line('', want['values'])[2:]}"]
+    lines = [
+        f"  ✗ {name}",
+        f"    expected {compare.line('', want['values'])[2:]}",
+        f"    got      {compare.line('', shown['values'])[2:]}",
+    ]
     mistake = named_mistake(STATE.known.get(name, []), shown)
     if mistake:
         lines.append(f"    {mistake}")
@@ -106,7 +110,7 @@ def _feedback(shown: dict) -> str:
 def named_mistake(known: list[dict], shown: dict) -> str:
     """The message of the recorded mistake that shows exactly these values, or an empty string."""
     for mistake in known:
-        if mistake["name"] == shown["name"] and compare.agree(
+        if mistake.get("name") == shown["name"] and compare.agree(
             mistake["values"], shown["values"], shown["tol"]
         ):
             return mistake["message"]

@@ -3,11 +3,12 @@
 Problem: each sequence b brings one query per head, and attends to the first
 seq_lens[b] keys of its cache; query head h reads KV head h // (H / Hkv).
 
-    out[b, h] = softmax(q[b, h] @ k[b, :n, h_kv].T / sqrt(D)) @ v[b, :n, h_kv]
-    lse[b, h] = log(sum(exp(q[b, h] @ k[b, :n, h_kv].T / sqrt(D)))),  n = seq_lens[b]
+    s = q[b, h] @ k[b, :n, h_kv].T / sqrt(D),  n = seq_lens[b]
+    out[b, h] = softmax(s) @ v[b, :n, h_kv]
+    lse[b, h] = log(sum(exp(s)))
 
 Through memory: K and V once, 2 * Hkv * D * sum(seq_lens) elements, which is
-nearly all of it; q and out, 2 * B * H * D; the partials, 2 * B * H * n_splits *
+nearly all of it; q and out, 2 * B * H * D; the partials, B * H * n_splits *
 (D + 1) floats, written once and read once. 4 * H * D FLOPs a key: at 16 bits
 that is H / Hkv FLOPs a byte, so the time is the time to read the cache.
 

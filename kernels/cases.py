@@ -1,4 +1,4 @@
-"""Inputs of the kernels: edge cases, production launches, and how close is close.
+"""Inputs of the kernels: edge cases, production launches, and tolerances.
 
 Tests, the chapters' demos and the benchmark share them, so that a shape that
 once broke a kernel is tried everywhere.

@@ -178,8 +178,8 @@ def _python(kernel: JITFunction) -> Callable:
     if kernel.fn not in _rewritten:
         tree = triton_interpreter.FunctionRewriter.ast_transformer.visit(ast.parse(kernel.src))
         ast.fix_missing_locations(tree)
-        ast.increment_lineno(tree, kernel.def_file_line_number - 1)
-        _rewritten[kernel.fn] = compile(tree, kernel.file_name, "exec")
+        ast.increment_lineno(tree, _first_line(kernel) - 1)
+        _rewritten[kernel.fn] = compile(tree, kernel.fn.__code__.co_filename, "exec")
     namespace = dict(kernel.get_capture_scope())
     for helper in ("interpreter_semantic", "_InterpreterComparison"):
         if hasattr(triton_interpreter, helper):
@@ -203,6 +203,7 @@ def _interpreting_language() -> Iterator[None]:
     triton_interpreter.interpreter_semantic = _SEMANTIC
     triton_interpreter._convert_float = convert_float
     triton_interpreter._patch_lang(types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+    tl.core.tensor.__index__ = lambda self: self.handle.data.item()  # 3.6's fails on NumPy 2.4
     bodies: dict[Callable, Callable] = {}  # functions called by the kernel, tl.sum among them
 
     def call(function: JITFunction, *args: Any, **kwargs: Any) -> Any:
@@ -222,12 +223,19 @@ def _interpreting_language() -> Iterator[None]:
                     setattr(owner, key, value)
 
 
+def _first_line(kernel: JITFunction) -> int:
+    """The line of `def` in the file; decorators stand above it."""
+    starts = (line.lstrip().startswith("def ") for line in kernel.raw_src)
+    return kernel.starting_line_number + list(starts).index(True)
+
+
 def _explain(kernel: JITFunction, program: Program, error: Exception) -> str:
     where, traceback = "", error.__traceback__
-    lines = kernel.src.splitlines()
+    lines, first = kernel.src.splitlines(), _first_line(kernel)
+    file = kernel.fn.__code__.co_filename
     while traceback:
-        index = traceback.tb_lineno - kernel.def_file_line_number
-        if traceback.tb_frame.f_code.co_filename == kernel.file_name and 0 <= index < len(lines):
+        index = traceback.tb_lineno - first
+        if traceback.tb_frame.f_code.co_filename == file and 0 <= index < len(lines):
             where = f", line {index + 1} of the function `{lines[index].strip()}`"
         traceback = traceback.tb_next
     reason = str(error) or type(error).__name__

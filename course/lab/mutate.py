@@ -114,6 +114,11 @@ class _Finder:
     def text(self, node: ast.AST) -> str:
         return ast.get_source_segment(self.source, node) or ast.unparse(node)
 
+    def operand(self, node: ast.AST) -> str:
+        """The text, in the parentheses that the syntax tree does not keep."""
+        loose = isinstance(node, ast.BinOp | ast.BoolOp | ast.Compare | ast.IfExp | ast.Lambda)
+        return f"({self.text(node)})" if loose else self.text(node)
+
     def edits(self) -> Iterator[_Edit]:
         for node, statement in _walk(self.tree):
             yield from self._statement(node)
@@ -152,8 +157,8 @@ class _Finder:
                     old, new = COMPARES[type(op)]
                     words = [COMPARES[type(o)][0] for o in node.ops]
                     words[position] = new
-                    rest = zip(words, map(self.text, operands[1:]), strict=True)
-                    text = self.text(operands[0]) + "".join(f" {w} {t}" for w, t in rest)
+                    rest = zip(words, map(self.operand, operands[1:]), strict=True)
+                    text = self.operand(operands[0]) + "".join(f" {w} {t}" for w, t in rest)
                     yield _Edit("compare", f"{old} to {new}", node, text)
             case ast.BinOp(op=op) if type(op) in ARITHMETIC:
                 old, new = ARITHMETIC[type(op)]

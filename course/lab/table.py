@@ -37,10 +37,10 @@ Row = dict[str, Any]
 
 
 def key(source: Path) -> str:
-    """What the rows of a family depend on: its source file and the compiler's version."""
+    """What the rows of a family depend on: "Triton's version/digest of the source file"."""
     import triton
 
-    return hashlib.sha256(source.read_bytes() + triton.__version__.encode()).hexdigest()[:16]
+    return f"{triton.__version__}/{hashlib.sha256(source.read_bytes()).hexdigest()[:16]}"
 
 
 def build(launches: Mapping[str, Callable[[], Any]], targets: Iterable[str]) -> list[Row]:

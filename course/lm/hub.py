@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
@@ -64,10 +63,12 @@ def load_hub(repo_or_path: str | Path, dtype: torch.dtype = torch.float32) -> Ll
     """
     folder = Path(repo_or_path)
     if not folder.is_dir():
+        from huggingface_hub import snapshot_download  # slow to import
+
         try:
             folder = Path(snapshot_download(str(repo_or_path), allow_patterns=list(FILES)))
         except Exception as error:  # the hub client raises a dozen unrelated types
-            reason = str(error).strip().splitlines()[0]
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise CourseError(
                 f"cannot fetch {repo_or_path}: it is no folder, and the hub says: {reason}"
             ) from None
@@ -84,7 +85,7 @@ def load_folder(folder: Path, dtype: torch.dtype = torch.float32) -> Llama:
         model = Llama(config)
     names = _their_names(model)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    stored = {name: tensor for name, tensor in _tensors(folder)}
+    stored = dict(_tensors(folder))
     weights = {}
     for name, theirs in names.items():
         if theirs not in stored:
@@ -96,8 +97,9 @@ def load_folder(folder: Path, dtype: torch.dtype = torch.float32) -> Llama:
                 f"config.json says {list(shapes[name])}"
             )
         weights[name] = nn.Parameter(weight.to(dtype), requires_grad=False)
-    stored.pop("lm_head.weight", None) if config.tied else None  # some repeat the embedding
-    unknown = sorted(name for name in stored if not name.endswith("rotary_emb.inv_freq"))
+    # Old checkpoints store the rotary frequencies, and some a tied head: both follow from the rest.
+    derived = ("rotary_emb.inv_freq", "lm_head.weight")
+    unknown = sorted(name for name in stored if not name.endswith(derived))
     if unknown:
         raise CourseError(f"cannot load {folder}: no place for the weight {unknown[0]}")
     model.load_state_dict(weights, assign=True)
@@ -148,7 +150,7 @@ def read_config(folder: Path) -> Config:
         intermediate=raw["intermediate_size"],
         vocab=raw["vocab_size"],
         rope_theta=float(rope.get("rope_theta", 10_000.0)),
-        norm_eps=raw["rms_norm_eps"],
+        norm_eps=raw.get("rms_norm_eps", 1e-6),
         tied=raw.get("tie_word_embeddings", False),
         rope_scaling=scaling,
     )

@@ -84,7 +84,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up, elementwise (arXiv 2002.05202)."""
-    return F.silu(gate) * up
+    return F.silu(gate).mul_(up)  # into the buffer that silu made: one large array less
 
 
 def rope_frequencies(config: Config) -> Tensor:
@@ -174,7 +174,8 @@ class Llama(nn.Module):
         heads = (batch, tokens, -1, self.config.head_dim)
 
         x = F.embedding(ids.flatten(), self.embed)  # [N, hidden]
-        angles = positions[..., None, None] * self.frequencies.to(positions.device)
+        self.frequencies = self.frequencies.to(x.device)
+        angles = positions[..., None, None] * self.frequencies
         cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)  # [B, T, 1, D/2]
         block: Any  # mypy sees only nn.Module in a ModuleList
         for layer, block in enumerate(self.layers):

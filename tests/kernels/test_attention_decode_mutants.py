@@ -251,6 +251,7 @@ def test_the_original_passes(tmp_path: Path) -> None:
     assert [detector.__name__ for detector in DETECTORS if detector(module)] == []
 
 
+@pytest.mark.filterwarnings("ignore::SyntaxWarning")
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_every_mutant_is_noticed(name: str, tmp_path: Path) -> None:
     mutants = mutations(definition(name))

@@ -16,10 +16,20 @@ STREAMING = {"attention_decode": {"_decode_attention_kernel"}}
 REBUILD = "run `python -m kernels.resources` and review its diff"
 
 
+@pytest.fixture
+def same_compiler() -> None:
+    """The tables are those of the pinned Triton; another allocates registers differently."""
+    for family in PRODUCTION:
+        version = table.load(family)[0].split("/")[0]
+        if version != triton.__version__:
+            pytest.skip(f"the tables were compiled by Triton {version}")
+
+
+@pytest.mark.usefixtures("same_compiler")
 @pytest.mark.parametrize("family", PRODUCTION)
 def test_the_table_belongs_to_the_source(family: str) -> None:
     source = Path(kernels.__path__[0]) / f"{family}.py"
-    assert table.load(family)[0] == table.key(source), f"{REBUILD} (Triton {triton.__version__})"
+    assert table.load(family)[0] == table.key(source), REBUILD
 
 
 @pytest.mark.parametrize("family", PRODUCTION)
@@ -35,6 +45,7 @@ def test_no_spills_wide_loads_tensor_cores(family: str) -> None:
             assert row["tensor_core"], row
 
 
+@pytest.mark.usefixtures("same_compiler")
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("family", PRODUCTION)
 def test_compiling_again_gives_the_same(family: str, target: str) -> None:

@@ -75,7 +75,7 @@ def test_python_rules(name: str, text: str) -> None:
         (".to#1: drop tl.float32", "tl.where(o < n, (b), m)"),
         ("tl.dot#1: drop the accumulator", "acc = tl.dot(b, b)"),
         ("tl.cdiv#1: round down", "((n) // (BLOCK))"),
-        ("operator#3: drop o < n &", "mask=((o > 0))"),
+        ("operator#3: drop o < n &", "mask=(o > 0)"),
     ],
 )
 def test_triton_rules(name: str, text: str) -> None:
@@ -85,6 +85,12 @@ def test_triton_rules(name: str, text: str) -> None:
 def test_a_missing_rescale() -> None:
     source = "def f(a, r, b):\n    a = a * r + b\n    return a\n"
     assert "a = a + b" in by_id(source)["update#2: drop rescale of a"]
+
+
+def test_parentheses_survive() -> None:
+    source = "def f(a, b, c):\n    return (a & b) < (c or 1)\n"
+    assert "(a & b) <= (c or 1)" in by_id(source)["compare#1: < to <="]
+    assert "(((a) | (b))) < (c or 1)" in by_id(source)["operator#1: & to |"]
 
 
 def test_chained_comparisons_are_told_apart() -> None:

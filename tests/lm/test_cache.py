@@ -48,6 +48,14 @@ def test_unequal_positions_in_one_chunk(tiny: Llama) -> None:
         torch.testing.assert_close(logits[row], full[row, chunk[row]], atol=2e-4, rtol=0)
 
 
+def test_positions_and_not_the_order_of_tokens_decide(tiny: Llama) -> None:
+    ids, positions = torch.tensor([[5, 6, 7]]), torch.arange(3)[None]
+    backwards = positions.flip(1)
+    cache = KVCache(tiny.config, batch=1, max_tokens=3)
+    logits = tiny(ids.flip(1), backwards, cache.attend(backwards))
+    torch.testing.assert_close(logits, tiny(ids, positions).flip(1), atol=2e-4, rtol=0)
+
+
 def test_unwritten_slots_cannot_leak(tiny: Llama) -> None:
     cache = KVCache(tiny.config, batch=2, max_tokens=6)
     positions = torch.tensor([[4], [0]])  # row 1 sees slot 0 only; slots 1..4 are unwritten

@@ -87,6 +87,13 @@ def test_shards_mistral_and_dtype(tmp_path: Path) -> None:
     assert load_hub(tmp_path, torch.bfloat16)(ids, positions).dtype == torch.bfloat16
 
 
+def test_a_stored_copy_of_a_tied_head_is_ignored(tmp_path: Path) -> None:
+    write(tmp_path, random_llama(tie_word_embeddings=True))
+    file = tmp_path / "model.safetensors"
+    save_file(load_file(file) | {"lm_head.weight": torch.zeros(61, 32)}, file)
+    assert load_hub(tmp_path).embed.any()
+
+
 def test_older_config_spelling(tmp_path: Path) -> None:
     write(tmp_path, random_llama())
     config = json.loads((tmp_path / "config.json").read_text())

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import tokenizers
 
 from course.lm import Llama, Tokenizer
 from course.lm.weights import model_dir
@@ -78,6 +79,21 @@ def test_a_template_file_and_special_tokens_as_objects(smollm2: Llama, tmp_path:
     tokenizer = variant(tmp_path, settings, "{{ messages[0].content }}{{ eos_token }}")
     assert tokenizer.eos == 0
     assert tokenizer.decode(tokenizer.chat([{"content": "hi"}])) == "hi<|endoftext|>"
+
+
+def test_a_checkpoint_that_adds_bos_does_not_add_it_to_chats(
+    smollm2: Llama, tmp_path: Path
+) -> None:
+    inner = tokenizers.Tokenizer.from_file(str(model_dir() / "tokenizer.json"))
+    inner.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[("<|im_start|>", 1)]
+    )
+    variant(tmp_path, {}, "<|im_start|>{{ messages[0].content }}")
+    inner.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(tmp_path)
+    plain = smollm2.tokenizer.encode("hi")
+    assert tokenizer.encode("hi") == [1, *plain]
+    assert tokenizer.chat([{"role": "user", "content": "hi"}]) == [1, *plain]
 
 
 def test_no_template_no_eos(smollm2: Llama, tmp_path: Path) -> None:
