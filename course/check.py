@@ -182,10 +182,9 @@ def run(
                 config.stash[nbval_plugin.WARM] = kernel
 
         def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-            said = dict(report.user_properties)
+            said = {name: str(value) for name, value in report.user_properties}
             if report.when == "call" and "outcome" in said:
-                outcome = json.loads(said["outcome"])
-                _merge(outcomes, said["exercise"], outcome)
+                _merge(outcomes, said["exercise"], json.loads(said["outcome"]))
                 progress(said["exercise"])
 
     with tempfile.TemporaryDirectory(prefix="course-check-") as folder:
@@ -259,7 +258,9 @@ def mistake_of(exercise: Recorded, outcome: dict) -> str:
 def _elsewhere(text: str, learner: nbformat.NotebookNode) -> str:
     """Advice when an answer needs a name that another cell of the notebook defines."""
     missing = re.match(r"NameError: name '(\w+)' is not defined", text)
-    for cell in learner.cells if missing else ():
+    if not missing:
+        return ""
+    for cell in learner.cells:
         if cell.cell_type == "code" and not notebook.mark(cell.source):
             with contextlib.suppress(SyntaxError):
                 if missing[1] in notebook.defined(ast.parse(cell.source)):

@@ -27,8 +27,9 @@ def tokens(name: str, value: Any) -> list[int | float | str]:
         flat = [token for entry in value for token in tokens(name, entry)]
         if sum(isinstance(token, float) for token in flat) > MAX_FLOATS:
             raise ValueError(f"show({name!r}): more than {MAX_FLOATS} floats; pick some entries")
-        if len(flat) > MAX_INTS and all(isinstance(token, int) for token in flat):
-            return [len(flat), _digest(flat)]
+        whole = [token for token in flat if isinstance(token, int)]
+        if len(whole) == len(flat) > MAX_INTS:
+            return [len(whole), _digest(whole)]
         return flat
     if isinstance(value, bool):
         raise TypeError(f"show({name!r}): show the values, not whether they agree")

@@ -34,9 +34,10 @@ def scan(source: str, names: tuple[str, ...]) -> str:
         for used in _names(node):
             for name in names:
                 if _is(used, name):
+                    line = getattr(node, "lineno", 1)
                     return (
-                        f"line {node.lineno} uses `{used}`, which does this exercise for you: "
-                        f"build it from plain tensor operations instead"
+                        f"line {line} uses `{used}`, which does this exercise for you: build it "
+                        f"from plain tensor operations instead"
                     )
     return ""
 

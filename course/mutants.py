@@ -5,9 +5,9 @@ A chapter's `tests/mutants/<part>/<slug>.py` holds MUTANTS (edits of the referen
 nothing, each with its reason); `tests/answers/<part>/<slug>.py` holds second correct answers.
 """
 
-import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
 from types import ModuleType
 
 from course import solutions
@@ -36,10 +36,7 @@ def module(chapter: Chapter) -> ModuleType:
         raise CourseError(
             f"{chapter.mutants} does not exist: write at least two mutants a exercise"
         )
-    spec = importlib.util.spec_from_file_location(f"mutants_{chapter.slug}", chapter.mutants)
-    loaded = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(loaded)
-    return loaded
+    return SourceFileLoader(f"mutants_{chapter.slug}", str(chapter.mutants)).load_module()
 
 
 def written(chapter: Chapter) -> list[Mutant]:
@@ -136,6 +133,6 @@ def fingerprints(worker: Worker, chapter: Chapter, record: Record) -> dict[str, 
             last = ran.shown[-1]
             look |= {"name": last["name"], "values": last["values"]}
         elif ran.error and not ran.error.startswith("WorkerLost"):
-            look["error"] = ran.error.removeprefix("CheckFailed: ")
+            look["error"] = ran.error.removeprefix("CheckFailed: ").removeprefix("KernelError: ")
         known.setdefault(mutant.key, []).append(look)
     return known

@@ -297,7 +297,7 @@ def _shown(outputs: list) -> list[dict]:
 def _explain(problem: Any) -> str:
     """One line of an exception, with the line of the learner's cell where it happened."""
     name, value = problem["ename"], plain(problem["evalue"]).strip()
-    if name == "CheckFailed":
+    if name in ("CheckFailed", "KernelError"):
         return value
     if name in ("StdinNotImplementedError", "EOFError"):
         return "input() cannot be used in an answer: nobody is there to type"

@@ -120,9 +120,7 @@ def exercises(nb: nbformat.NotebookNode, where: str) -> list[Exercise]:
         for solution in _SOLUTION.finditer(cell.source):
             key = solution[1]
             text = cell.source[: solution.start()]
-            title, card, hint = (
-                (list(p.finditer(text)) or [None])[-1] for p in (_TITLE, _CARD, _HINT)
-            )
+            title, card, hint = (_last(pattern, text) for pattern in (_TITLE, _CARD, _HINT))
             if not (title and card and hint):
                 raise CourseError(
                     f"{where}: exercise {key} needs `### Exercise N: title`, a line "
@@ -138,6 +136,12 @@ def exercises(nb: nbformat.NotebookNode, where: str) -> list[Exercise]:
                 )
             )
     return out
+
+
+def _last(pattern: re.Pattern, text: str) -> re.Match | None:
+    """The match nearest to the end: a cell may hold more than one card."""
+    matches = list(pattern.finditer(text))
+    return matches[-1] if matches else None
 
 
 def slug_of(nb: nbformat.NotebookNode) -> str:

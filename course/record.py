@@ -150,7 +150,8 @@ def _needs(chapter: Chapter, key: str, keys: list[str], checks: dict[str, str]) 
     def uses(source: str) -> set[str]:
         return {n.id for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Name)} & set(keys)
 
-    needed, queue = set(), [uses(checks[key]) | uses(solutions.from_file(chapter.solution, key))]
+    needed: set[str] = set()
+    queue = [uses(checks[key]) | uses(solutions.from_file(chapter.solution, key))]
     while queue:
         for other in queue.pop() - needed - {key}:
             needed.add(other)

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from types import TracebackType
+from typing import IO, Any
 
 from course.errors import CourseError
 
@@ -65,12 +66,12 @@ class Worker:
         Raises WorkerLost if the child dies or takes longer than `timeout` seconds, CourseError
         if the setup cell fails.
         """
-        child = self._started()
+        jobs, replies = self._pipes()
         job = {"seed": seed, "cells": list(cells), "expected": expected}
         try:
-            child.stdin.write(json.dumps(job).encode() + b"\n")
-            child.stdin.flush()
-            line = self._read_line(child, timeout)
+            jobs.write(json.dumps(job).encode() + b"\n")
+            jobs.flush()
+            line = self._read_line(replies.fileno(), timeout)
         except (BrokenPipeError, WorkerLost) as lost:
             self.close()
             raise WorkerLost(str(lost) or "the process ended") from None
@@ -83,14 +84,15 @@ class Worker:
         if self._child:
             self._child.kill()
             self._child.wait()
-            for pipe in (self._child.stdin, self._child.stdout):
+            for pipe in self._pipes():
                 pipe.close()
             self._child = None
         if self._home:
             self._home.cleanup()
             self._home = None
 
-    def _started(self) -> subprocess.Popen:
+    def _pipes(self) -> tuple[IO[bytes], IO[bytes]]:
+        """Where jobs go and replies come from; starts the child if there is none."""
         if self._child is None:
             self._home = tempfile.TemporaryDirectory(prefix="course-shell-")
             env = dict(
@@ -110,16 +112,18 @@ class Worker:
                 cwd=self._home.name,
                 env=env,
             )
-        return self._child
+        jobs, replies = self._child.stdin, self._child.stdout
+        assert jobs and replies  # PIPE was asked for
+        return jobs, replies
 
     @staticmethod
-    def _read_line(child: subprocess.Popen, timeout: float) -> bytes:
+    def _read_line(replies: int, timeout: float) -> bytes:
         deadline, data = time.monotonic() + timeout, b""
         while not data.endswith(b"\n"):
             left = deadline - time.monotonic()
-            if left <= 0 or not select.select([child.stdout], [], [], left)[0]:
+            if left <= 0 or not select.select([replies], [], [], left)[0]:
                 raise WorkerLost(f"no end after {timeout:g} s")
-            part = os.read(child.stdout.fileno(), 1 << 16)
+            part = os.read(replies, 1 << 16)
             if not part:
                 raise WorkerLost("the process ended")
             data += part
@@ -138,11 +142,14 @@ def _serve() -> None:
     from IPython.core.interactiveshell import InteractiveShell
     from traitlets.config import Config
 
+    class Quiet(InteractiveShell):
+        def showtraceback(self, *_: Any, **__: Any) -> None:
+            """Nobody reads them here, and they cost 0.1 s each."""
+
     config = Config()
     config.HistoryManager.enabled = False
     config.InteractiveShell.colors = "nocolor"
-    shell = InteractiveShell.instance(config=config)
-    shell.showtraceback = lambda *_, **__: None  # nobody reads them, and they cost 0.1 s each
+    shell = Quiet.instance(config=config)
     for number, line in enumerate(sys.stdin):
         replies.write(json.dumps(_job(shell, json.loads(line))) + "\n")
         replies.flush()

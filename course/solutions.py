@@ -101,7 +101,7 @@ def _reexport(path: Path, key: str) -> tuple[Path, str] | None:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("kernels"):
             for alias in node.names:
                 if (alias.asname or alias.name) == key:
-                    return ROOT / f"{node.module.replace('.', '/')}.py", alias.name
+                    return ROOT / f"{(node.module or '').replace('.', '/')}.py", alias.name
     return None
 
 
@@ -135,7 +135,7 @@ def _body_start(node: ast.FunctionDef | ast.ClassDef) -> int:
     """The first line after signature and docstring."""
     first = node.body[0]
     if ast.get_docstring(node, clean=False) is not None:
-        return first.end_lineno + 1
+        return (first.end_lineno or first.lineno) + 1
     return _first_line(first)
 
 

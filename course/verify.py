@@ -16,6 +16,7 @@ SEEDS = 20  # second answers must pass under this many
 MODEL_SEEDS = 1  # and their runs of the real model under the first of them
 MIN_MUTANTS = 2
 MAX_COLUMNS = 79
+REFUSALS = ("CheckFailed", "KernelError")  # how `forbid` and the kernel rules say no
 
 
 @dataclass(frozen=True)
@@ -204,7 +205,7 @@ def _written(
         ran = mutants.attempt(worker, stored, answers, mutant, lines)
         if not _fails(ran, stored, mutant.key):
             survivors.append(f"{mutant.key}: {mutant.name}")
-        elif mutant.shortcut and not ran.error.startswith("CheckFailed"):
+        elif mutant.shortcut and not ran.error.startswith(REFUSALS):
             survivors.append(
                 f"{mutant.key}: {mutant.name} fails, but not as forbidden: {ran.error}"
             )

@@ -5,10 +5,10 @@ import time
 
 import nbformat
 import pytest
-from tests.pipeline.conftest import CHAPTER, FAST, REFERENCE, answered, cell_of
 
 from course import check, notebook
 from course.errors import CourseError
+from tests.pipeline.conftest import CHAPTER, FAST, REFERENCE, answered, cell_of
 
 POSITIONS = "# answer: forward_positions\n"
 BYTES = "# answer: kv_bytes_per_token\n"
@@ -64,7 +64,9 @@ def test_broken_cells_fail_alone(judge):
     """Syntax error, renamed function, magics, two versions, deleted cell: one verdict each."""
     nb = answered(
         forward_positions=POSITIONS + "def forward_positions(:\n    pass",
-        kv_bytes_per_token=good("kv_bytes_per_token").replace("def kv_bytes_per", "def kv_byte_per"),
+        kv_bytes_per_token=good("kv_bytes_per_token").replace(
+            "def kv_bytes_per", "def kv_byte_per"
+        ),
         LayerKV="# answer: LayerKV\n!pip list\n" + REFERENCE["LayerKV"],
     )
     nb.cells.append(nbformat.v4.new_code_cell(good("max_concurrency") + "\nextra = 1"))
