@@ -76,21 +76,14 @@ class ChapterFile(IPyNbFile):
             kind = notebook.mark(item.cell.source) or next(iter(notebook.tagged(item.cell)), None)
             if not kind or kind[0] not in notebook.GRADED:
                 continue
-            item.__class__ = ChapterCell
-            item.kind, item.key = kind
-            if item.kind != "check":
-                item.before = len(self.ground)
-                item.options["check"] = False
-                self.ground.append(item)
+            if kind[0] != "check":
+                self.ground.append(self._cell(item, kind, "ground", len(self.ground)))
                 continue
-            seen[item.key] = seen.get(item.key, 0) + 1
-            number = f"-{seen[item.key]}" if seen[item.key] > 1 else ""
-            item.name = f"check-{item.key}{number}"
-            item._nodeid = f"{self.nodeid}::{item.name}"
-            item.before = len(self.ground)
-            item.part = seen[item.key] - 1
-            item.user_properties.append(("exercise", item.key))
-            yield item
+            part = seen[kind[1]] = seen.get(kind[1], -1) + 1
+            name = f"check-{kind[1]}" + (f"-{part + 1}" if part else "")
+            check = self._cell(item, kind, name, len(self.ground), part)
+            check.user_properties.append(("exercise", check.key))
+            yield check
         asked = nb.metadata.get("course_checks", self.expected)
         missing = [key for key in asked if key not in seen]
         if missing:
@@ -98,6 +91,21 @@ class ChapterFile(IPyNbFile):
                 f"{self.path.name}: no check cell for {', '.join(missing)}; "
                 f"restore the notebook with `git checkout` or `course start`"
             )
+
+    def _cell(
+        self, item: IPyNbCell, kind: tuple[str, str], name: str, before: int, part: int = 0
+    ) -> "ChapterCell":
+        """nbval's item as ours, under a name that does not depend on its position."""
+        cell = ChapterCell.from_parent(
+            self, name=name, cell_num=item.cell_num, cell=item.cell, options=item.options
+        )
+        cell.kind, cell.key = kind
+        cell.before, cell.part = before, part
+        cell.options["check"] = cell.kind == "check"
+        cell.options["skip"] = cell.options["check_exception"] = (
+            False  # no tag switches a check off
+        )
+        return cell
 
     def setup(self) -> None:
         self.warm = self.config.stash.get(WARM, None)
