@@ -5,10 +5,10 @@ A chapter's `tests/mutants/<part>/<slug>.py` holds MUTANTS (edits of the referen
 nothing, each with its reason); `tests/answers/<part>/<slug>.py` holds second correct answers.
 """
 
+import runpy
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.machinery import SourceFileLoader
-from types import ModuleType
+from types import SimpleNamespace
 
 from course import solutions
 from course.catalog import Chapter
@@ -30,13 +30,13 @@ class Mutant:
     shortcut: bool = False
 
 
-def module(chapter: Chapter) -> ModuleType:
+def module(chapter: Chapter) -> SimpleNamespace:
     """The chapter's mutants file. CourseError if it is missing."""
     if not chapter.mutants.exists():
         raise CourseError(
             f"{chapter.mutants} does not exist: write at least two mutants a exercise"
         )
-    return SourceFileLoader(f"mutants_{chapter.slug}", str(chapter.mutants)).load_module()
+    return SimpleNamespace(**runpy.run_path(str(chapter.mutants)))
 
 
 def written(chapter: Chapter) -> list[Mutant]:

@@ -1,0 +1,117 @@
+"""What `course record` refuses, on a toy chapter, and what makes a record stale."""
+
+import dataclasses
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from course import catalog, notebook, record, recordfile, skeleton, verify
+from course.errors import CourseError
+
+
+@pytest.fixture
+def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> catalog.Chapter:
+    """The skeleton of a new chapter, in a tree of its own."""
+    chapter = dataclasses.replace(catalog.find("serving"), status="ready")
+    monkeypatch.setattr(catalog, "_load", lambda: ("https://example.org", {}, {"serving": chapter}))
+    for module in (catalog, record, skeleton, verify):
+        monkeypatch.setattr(module, "ROOT", tmp_path)
+    (tmp_path / "constraints.txt").write_text("torch==1\n")
+    skeleton.new(chapter)
+    verify.fix(chapter)
+    return chapter
+
+
+def edit(chapter: catalog.Chapter, old: str, new: str) -> None:
+    text = chapter.md.read_text()
+    assert old in text
+    chapter.md.write_text(text.replace(old, new))
+
+
+CHECK = 'show("first_step", first_step(torch.randn(3, 5, generator=rng("first_step"))))'
+DEMO = "```{{code-cell}} ipython3\n:tags: [demo]\n{options}\n# demo\n{source}\n```\n\n## The kernel"
+
+
+def demo(source: str, options: str = "") -> str:
+    return DEMO.format(source=source, options=options)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (CHECK, "first_step(torch.zeros(1))", "shows nothing"),
+        (CHECK, 'show("first_step", first_step(torch.ones(3, 5)))', "0 bits that depend"),
+        (CHECK, 'show("x", first_step(torch.randn(3, 5)))', "changes between runs"),
+        (CHECK, f"{CHECK}\n{CHECK.replace('3, 5', '2, 2')}", "use the same name"),
+        (CHECK, 'show("x", bool(first_step(torch.ones(1)) > 0))', "not whether they agree"),
+        ("## The kernel", demo("print('x' * 30_000)"), "prints 30,001 characters"),
+        (
+            "## The kernel",
+            demo("import matplotlib.pyplot as plt\nplt.plot([1, 2]);"),
+            "without `mystnb: image: alt:`",
+        ),
+        ("## The kernel", demo("1 / 0"), "fails with the reference: ZeroDivisionError"),
+    ],
+)
+def test_refusals_of_a_run(toy, old, new, message):
+    edit(toy, old, new)
+    with pytest.raises(CourseError, match=message):
+        record.record(toy)
+    assert not toy.ipynb.exists() and not toy.record.exists()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (":tags: [check-first_step]\n\n# check: first_step", "", "has no kind"),
+        (":tags: [check-first_step]", ":tags: [demo]", "two kinds"),
+        ("*Difficulty 1 of 3 · 5 minutes*", "", "needs `### Exercise"),
+        ("<!-- solution: first_step -->", "", "exercise cards are for"),
+        ('begin("serving")', 'begin("other")', "must call begin"),
+    ],
+)
+def test_refusals_before_anything_runs(toy, old, new, message):
+    edit(toy, old, new)
+    with pytest.raises(CourseError, match=message):
+        record.record(toy)
+
+
+def test_a_record_is_stable_and_knows_when_it_is_stale(toy):
+    first = record.record(toy)
+    text, notebook_text = toy.record.read_text(), toy.ipynb.read_text()
+    record.record(toy)
+    assert (toy.record.read_text(), toy.ipynb.read_text()) == (text, notebook_text)
+    assert [m["mutant"] for m in first.exercises[0].known] == ["not doubled", "tripled"]
+    nb = notebook.read(toy.ipynb)
+    assert [c.id for c in nb.cells if c.cell_type == "code"][1:] == [
+        "answer-first_step",
+        "check-first_step",
+    ]
+    nbformat.validate(nb)
+    edit(toy, "What you build", "What one builds")
+    ticks = {t.name: t for t in verify.verify(toy)}
+    assert not ticks[".md and .ipynb agree"].ok
+    assert not ticks["the record is of these sources"].ok
+    assert "course record serving" in ticks["the record is of these sources"].detail
+
+
+def test_verify_sees_what_is_missing(toy):
+    """Drifted stub, surviving mutant, stale equivalent, wrong second answer: each a cross."""
+    record.record(toy)
+    toy.solution.write_text(toy.solution.read_text().replace("say what", "say it: what"))
+    toy.mutants.write_text(
+        toy.mutants.read_text()
+        .replace('"2 * x", "3 * x"', '"2 * x", "x * 2"')
+        .replace("EQUIVALENT: dict = {}", 'EQUIVALENT: dict = {"first_step": {"gone#1": "why"}}')
+    )
+    toy.second_answers.write_text(toy.second_answers.read_text().replace("x + x", "x + x + 1e-2"))
+    crosses = " | ".join(f"{t.name}: {t.detail}" for t in verify.verify(toy) if not t.ok)
+    for part in (
+        "course verify serving --fix",
+        "first_step: tripled",
+        "listed, but gone: first_step: gone#1",
+        "first_step, seed 1",
+    ):
+        assert part in crosses, crosses
+    assert recordfile.load(toy).keys == ["first_step"]
