@@ -25,6 +25,7 @@ from course.shell import Worker
 MAX_TEXT, MAX_IMAGE = 20 << 10, 150 << 10
 MIN_BITS = 32
 CELL_TIMEOUT = 300
+ADDRESS = re.compile(r" at 0x[0-9a-f]{6,}")
 PINNED = ("torch", "triton", "numpy", "tokenizers")
 IMAGES = ("image/svg+xml", "image/png", "image/jpeg")
 
@@ -254,6 +255,11 @@ def _limits(chapter: Chapter, source_cell, cell: Cell, outputs: list) -> None:
     text += sum(len(str(o["data"].get("text/plain", ""))) for o in outputs if "data" in o)
     if text > MAX_TEXT:
         raise CourseError(f"{where} prints {text:,} characters; at most {MAX_TEXT:,}")
+    printed = "".join(str(o.get("text", o.get("data", {}).get("text/plain", ""))) for o in outputs)
+    if ADDRESS.search(printed):
+        raise CourseError(
+            f"{where} prints a memory address, which changes at every run: end the line with `;`"
+        )
     if any(len(image) > MAX_IMAGE for image in images):
         raise CourseError(f"{where} shows an image over {MAX_IMAGE >> 10} KiB")
     alt = source_cell.metadata.get("mystnb", {}).get("image", {}).get("alt", "")

@@ -51,6 +51,7 @@ def demo(source: str, options: str = "") -> str:
             demo("import matplotlib.pyplot as plt\nplt.plot([1, 2]);"),
             "without `mystnb: image: alt:`",
         ),
+        ("## The kernel", demo("object()"), "memory address"),
         ("## The kernel", demo("1 / 0"), "fails with the reference: ZeroDivisionError"),
     ],
 )
