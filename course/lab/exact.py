@@ -1,6 +1,6 @@
 """bfloat16 and float8 arithmetic for Triton's interpreter, bit for bit as a GPU rounds it.
 
-The interpreter of Triton (3.6 to 3.9) keeps these types as raw bits and computes with the bits (a bf16
+The interpreter of Triton keeps these types as raw bits and computes with the bits (a bf16
 product is nonsense), truncates float32 to bfloat16 and loses the carry when it rounds to float8.
 Here every operation decodes to float32, computes, and rounds to nearest even; a value beyond
 float8's range saturates, as the conversion instruction of NVIDIA GPUs does.
