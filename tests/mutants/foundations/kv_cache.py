@@ -507,6 +507,43 @@ _KERNEL = [
     ),
 ]
 
+# Found by somebody who solved the chapter from its notebook alone, and then tried to fool it.
+_POSITIONS += [
+    (
+        "empty_prompt_for_nothing",
+        "    if prompt_len < 1:",
+        "    if prompt_len < 1 and new_tokens:",
+        "An empty prompt is refused even when no token is wanted: look at the arguments first, "
+        "and only then take the short way out for new_tokens=0.",
+    ),
+]
+_BYTES += [
+    (
+        "negatives_pass",
+        "    if n_layers < 1:",
+        "    if n_layers == 0:",
+        "A negative argument passes here: everything below 1 must raise ValueError.",
+    ),
+]
+_ATTEND += [
+    (
+        "mask_of_minus_100",
+        "masked_fill(~visible, -math.inf)",
+        "masked_fill(~visible, -100.0)",
+        "Hidden keys get a score of about -100, and real scores can be lower than that: then the "
+        "future wins. Use minus infinity.",
+    ),
+]
+_GENERATE += [
+    (
+        "counts_from_one",
+        "torch.arange(fed, fed + len(feed))",
+        "torch.arange(fed + 1, fed + 1 + len(feed))",
+        "Positions start at 0, the first token's. Rotary embedding sees only differences, so the "
+        "ids hide a shift of all positions; a model with learned positions would not.",
+    ),
+]
+
 MUTANTS = {
     "forward_positions": _POSITIONS,
     "kv_bytes_per_token": _BYTES,
