@@ -101,9 +101,9 @@ def test_errors_inside_answers_say_what_happened(judge):
 
 def test_an_endless_loop_is_stopped_and_the_rest_goes_on(judge):
     nb = answered(forward_positions=instead("forward_positions", "while True: pass"))
-    verdicts = judge(nb, timeout=3)
+    verdicts = judge(nb, timeout=20)
     assert verdicts["forward_positions"].status == "failed"
-    assert "still running after 3 s" in verdicts["forward_positions"].text
+    assert "still running after 20 s" in verdicts["forward_positions"].text
     assert {verdicts[k].status for k in FAST[1:]} == {"passed"}
 
 
@@ -123,9 +123,9 @@ def test_a_loop_that_cannot_be_interrupted_ends_too(judge):
     body = "\n    ".join(
         ["while True:", "    try:", "        while True: pass", "    except BaseException: pass"]
     )
-    verdicts = judge(answered(LayerKV=instead("LayerKV", body)), timeout=2)
+    verdicts = judge(answered(LayerKV=instead("LayerKV", body)), timeout=20)
     assert verdicts["LayerKV"].status == "failed"
-    assert "still running after 2 s" in verdicts["LayerKV"].text
+    assert "still running after 20 s" in verdicts["LayerKV"].text
     # whether the kernel survives its second interrupt is a race; nobody may hang on it
     assert verdicts["attend"].status in ("blocked", "passed")
 
