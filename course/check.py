@@ -175,11 +175,16 @@ def run(
         where[1] for c in nb.cells if (where := notebook.mark(c.source)) and where[0] == "check"
     ]
     outcomes: dict[str, dict] = {}
+    stopped: list[BaseException] = []
 
     class Collect:
         def pytest_configure(self, config: pytest.Config) -> None:
             if kernel is not None:
                 config.stash[nbval_plugin.WARM] = kernel
+
+        def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo) -> None:
+            if excinfo.type is KeyboardInterrupt:  # pytest would call it a result
+                stopped.append(excinfo.value)
 
         def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
             said = {name: str(value) for name, value in report.user_properties}
@@ -207,6 +212,8 @@ def run(
                 del os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"]
             else:
                 os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = autoload
+    if stopped:
+        raise KeyboardInterrupt
     if keys and not outcomes:
         raise CourseError(f"the checks could not run: {_reason(said.getvalue())}")
     nothing = {"status": BLOCKED, "text": "this check gave no result", "shown": []}
@@ -233,7 +240,7 @@ def _reason(output: str) -> str:
 def _verdict(exercise: Recorded, outcome: dict, learner: nbformat.NotebookNode) -> Verdict:
     key, title, status = exercise.key, exercise.title, outcome["status"]
     if status == "passed":
-        return Verdict(key, title, PASSED)
+        return Verdict(key, title, PASSED, outcome["text"])
     if status == "blocked":
         return Verdict(key, title, BLOCKED, outcome["text"])
     mistake = mistake_of(exercise, outcome)
@@ -249,8 +256,9 @@ def mistake_of(exercise: Recorded, outcome: dict) -> str:
         message = named_mistake(exercise.known, line)
         if message:
             return message
+    first_line = outcome["text"].split("\n")[0]
     for mistake in exercise.known:
-        if outcome["status"] == "error" and mistake.get("error") == outcome["text"]:
+        if outcome["status"] == "error" and mistake.get("error") == first_line:
             return mistake["message"]
     return ""
 
@@ -262,7 +270,7 @@ def _elsewhere(text: str, learner: nbformat.NotebookNode) -> str:
         return ""
     for cell in learner.cells:
         if cell.cell_type == "code" and not notebook.mark(cell.source):
-            with contextlib.suppress(SyntaxError):
+            with contextlib.suppress(*notebook.UNPARSABLE):
                 if missing[1] in notebook.defined(ast.parse(cell.source)):
                     return (
                         f"\n  `{missing[1]}` is defined in a cell of your own, which checks do "

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 from rich.table import Table
 
@@ -71,7 +72,7 @@ def start(
     from course import learner
 
     path, made = learner.start(catalog.ready(slug))
-    out.print(f"{'copied to' if made else 'continuing'} {_short(path)}")
+    out.print(f"{'copied to' if made else 'continuing'} {_short(path)}", markup=False)
     out.print(f"check your answers with: course check {path.stem}", style="dim")
     if browser:
         if shutil.which("jupyter-lab", path=_bin_path()) is None:
@@ -97,8 +98,6 @@ def check(
     only = {exercise} if exercise else None
     with _bar("checking", 1 if only else len(record.keys), quiet=as_json) as advance:
         verdicts = checking.check(chapter, path, only, timeout, progress=advance)
-    if notebook is None:
-        progress.note_verdicts(chapter, record, verdicts)
     passed = sum(v.status == checking.PASSED for v in verdicts)
     if as_json:
         said = {
@@ -117,7 +116,9 @@ def check(
                 f"{changed} cells outside your answers were changed; checks ignore them",
                 style="dim",
             )
-        out.print(f"{passed} of {len(verdicts)} passed ({_short(path)})")
+        out.print(f"{passed} of {len(verdicts)} passed ({_short(path)})", markup=False)
+    if notebook is None:  # last: what was found must be told even if it cannot be kept
+        progress.note_verdicts(chapter, record, verdicts)
     raise typer.Exit(0 if passed == len(verdicts) else 1)
 
 
@@ -131,11 +132,11 @@ def watch(slug: Slug, notebook: NotebookPath = None, timeout: Timeout = 60) -> N
     chapter = catalog.ready(slug)
     path = checking.find_notebook(chapter, notebook)
     record = recordfile.load(chapter)
-    out.print(f"watching {_short(path)}; save it to check, Ctrl+C to stop")
+    out.print(f"watching {_short(path)}; save it to check, Ctrl+C to stop", markup=False)
     try:
         for result in watching.watch(chapter, path, timeout):
             if isinstance(result, CourseError):
-                err.print(f"[yellow]{result}[/]")
+                err.print(str(result), style="yellow", markup=False)
                 continue
             _show(result)
             progress.note_verdicts(chapter, record, result)
@@ -155,7 +156,8 @@ def hint(
     record = recordfile.load(chapter)
     key = exercise or learner.next_exercise(chapter, record)
     found = recordfile.known_exercise(chapter, record, key)
-    out.print(f"[bold]{found.title}[/] ({key})\n{found.hint}")
+    out.print(f"{found.title} ({key})", style="bold", markup=False)
+    out.print(found.hint, markup=False)
 
 
 @app.command()
@@ -183,7 +185,9 @@ def reset(slug: Slug, exercise: Exercise) -> None:
     from course import learner
 
     path, backup = learner.reset(catalog.ready(slug), exercise)
-    out.print(f"{exercise} is a stub again in {_short(path)}; before: {_short(backup)}")
+    out.print(
+        f"{exercise} is a stub again in {_short(path)}; before: {_short(backup)}", markup=False
+    )
 
 
 @app.command()
@@ -203,7 +207,7 @@ def status(
             if passed and row.check != exercise.check:
                 passed = f"{passed}, but its check has changed since"
             table.add_row(
-                f"{exercise.title} ({exercise.key})",
+                f"{escape(exercise.title)} ({exercise.key})",
                 str(exercise.minutes),
                 passed or "[dim]open[/]",
                 row.solution_seen,
@@ -247,7 +251,8 @@ def verify(
         for tick in verifying.verify(chapter, execute, advance):
             failed += not tick.ok
             mark = MARKS["passed" if tick.ok else "failed"]
-            out.print(f"{mark} {tick.name}" + (f"  [dim]{tick.detail}[/]" if tick.detail else ""))
+            detail = f"  [dim]{escape(tick.detail)}[/]" if tick.detail else ""
+            out.print(f"{mark} {tick.name}{detail}")
     raise typer.Exit(1 if failed else 0)
 
 
@@ -277,14 +282,14 @@ def doctor() -> None:
     findings = examining.examine()
     for finding in findings:
         mark = {True: "[green]✓[/]", False: "[red]✗[/]", None: "[yellow]–[/]"}[finding.ok]
-        out.print(f"{mark} {finding.name}: {finding.detail}")
+        out.print(f"{mark} {finding.name}: {escape(finding.detail)}")
     raise typer.Exit(1 if any(f.ok is False for f in findings) else 0)
 
 
 def _show(verdicts: list) -> None:
     for verdict in verdicts:
         mark = MARKS.get(verdict.status, "[dim]·[/]")
-        out.print(f"{mark} {verdict.title} [dim]({verdict.key})[/] {verdict.status}")
+        out.print(f"{mark} {escape(verdict.title)} [dim]({verdict.key})[/] {verdict.status}")
         if verdict.text:
             out.print("    " + verdict.text.replace("\n", "\n    "), markup=False)
         if verdict.mistake:
@@ -318,6 +323,8 @@ def _bin_path() -> str:
 def main() -> None:
     """Entry point: a problem that the user can solve is one line and exit status 2."""
     debug = "--debug" in sys.argv
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # ✓ where only ASCII goes
     try:
         app()
     except CourseError as problem:

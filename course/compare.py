@@ -6,6 +6,8 @@ from typing import Any
 
 MAX_FLOATS = 64
 MAX_INTS = 64
+MAX_ENTRIES = 1000
+MAX_TEXT = 2000
 DIGITS = 7
 
 
@@ -15,7 +17,8 @@ def tokens(name: str, value: Any) -> list[int | float | str]:
     A tensor or array contributes its shape as a word (`2x3`) before its entries, in row-major
     order; more than 64 integers become one digest. Floats keep seven significant digits.
 
-    Raises TypeError for booleans and unknown types, ValueError for more than 64 floats.
+    Raises TypeError for booleans and unknown types, ValueError for more than 64 floats, 1,000
+    entries of several kinds or 2,000 characters.
     """
     if hasattr(value, "detach"):  # a tensor; torch itself need not be imported here
         value = value.detach().cpu()
@@ -30,10 +33,14 @@ def tokens(name: str, value: Any) -> list[int | float | str]:
         whole = [token for token in flat if isinstance(token, int)]
         if len(whole) == len(flat) > MAX_INTS:
             return [len(whole), _digest(whole)]
+        if len(flat) > MAX_ENTRIES:
+            raise ValueError(f"show({name!r}): {len(flat):,} entries; at most {MAX_ENTRIES:,}")
+        _limit_text(name, flat)
         return flat
     if isinstance(value, bool):
         raise TypeError(f"show({name!r}): show the values, not whether they agree")
     if isinstance(value, (int, str)):
+        _limit_text(name, [value])
         return [value]
     if isinstance(value, float):
         return [_rounded(value)]
@@ -50,6 +57,12 @@ def _array(name: str, value: Any) -> list[int | float | str]:
     if len(flat) > MAX_FLOATS:
         raise ValueError(f"show({name!r}): {len(flat)} floats; pick at most {MAX_FLOATS} of them")
     return shape + [_rounded(x) for x in flat]
+
+
+def _limit_text(name: str, flat: list[int | float | str]) -> None:
+    length = sum(len(token) for token in flat if isinstance(token, str))
+    if length > MAX_TEXT:
+        raise ValueError(f"show({name!r}): {length:,} characters; at most {MAX_TEXT:,}")
 
 
 def _digest(flat: list[int]) -> str:
@@ -79,7 +92,10 @@ def agree(expected: list, got: list, tol: float) -> bool:
 
 def _agree(expected: int | float | str, got: int | float | str, tol: float) -> bool:
     if isinstance(expected, float) and isinstance(got, (int, float)):
-        return abs(got - expected) <= tol * max(1.0, abs(expected))
+        try:
+            return abs(got - expected) <= tol * max(1.0, abs(expected))
+        except OverflowError:  # an integer beyond every float
+            return False
     return type(expected) is type(got) and expected == got
 
 

@@ -1,7 +1,10 @@
-"""Cut what one cell prints, in the kernel, before megabytes of it travel to a client."""
+"""Cut what one cell sends, in the kernel, before megabytes of it travel to a client."""
 
+import os
 import sys
 from typing import Any
+
+from course.runtime import MIME
 
 
 class Gate:
@@ -31,10 +34,22 @@ class Gate:
 
 
 def install(limit: int) -> None:
-    """From now on each cell may print `limit` characters to stdout, and as many to stderr."""
+    """From now on each cell may print `limit` characters to stdout, and as many to stderr.
+
+    Displays that are not lines of `show`, and what C code and child processes write past Python,
+    go nowhere: nobody looks at them here, and they would pile up in the client.
+    """
     from IPython import get_ipython
 
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
     for name in ("stdout", "stderr"):
         gate = Gate(getattr(sys, name), limit)
         setattr(sys, name, gate)
         get_ipython().events.register("pre_run_cell", gate.reset)
+    get_ipython().display_pub.register_hook(_only_lines)
+
+
+def _only_lines(message: dict) -> dict | None:
+    return message if MIME in message["content"].get("data", {}) else None

@@ -27,8 +27,9 @@ def cell_of(answer: Any) -> str:
 def scan(source: str, names: tuple[str, ...]) -> str:
     """A sentence about the first forbidden name in `source`, or an empty string.
 
-    `torch.cat` forbids any attribute `.cat`, importing it and `getattr(x, "cat")`; a local
-    variable called `cat` stays allowed. A name without a dot is forbidden everywhere.
+    `torch.cat` forbids any attribute `.cat`, importing it (alone or by `*`) and
+    `getattr(x, "cat")`; a local variable called `cat` stays allowed. A name without a dot is
+    forbidden everywhere.
     """
     for node in ast.walk(ast.parse(source)):
         for used in _names(node):
@@ -45,6 +46,8 @@ def scan(source: str, names: tuple[str, ...]) -> str:
 def _is(used: str, name: str) -> bool:
     if used == name or used.startswith(name + "."):
         return True
+    if used.endswith(".*"):
+        return name.startswith(used[:-1])
     return "." in used and used.rsplit(".", 1)[1] == name.rsplit(".", 1)[-1]
 
 

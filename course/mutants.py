@@ -34,9 +34,12 @@ def module(chapter: Chapter) -> SimpleNamespace:
     """The chapter's mutants file. CourseError if it is missing."""
     if not chapter.mutants.exists():
         raise CourseError(
-            f"{chapter.mutants} does not exist: write at least two mutants a exercise"
+            f"{chapter.mutants} does not exist: write at least two mutants per exercise"
         )
-    return SimpleNamespace(**runpy.run_path(str(chapter.mutants)))
+    try:
+        return SimpleNamespace(**runpy.run_path(str(chapter.mutants)))
+    except SyntaxError as problem:
+        raise CourseError(f"{chapter.mutants}: line {problem.lineno}: {problem.msg}") from None
 
 
 def written(chapter: Chapter) -> list[Mutant]:

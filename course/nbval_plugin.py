@@ -27,6 +27,7 @@ from course.errors import CourseError
 from course.runtime import MIME
 
 MAX_OUTPUT = 1 << 20  # bytes of text that one cell may send
+MAX_SAID = 1000  # characters of one value or error that a verdict repeats
 DEFAULT_TIMEOUT = 60.0
 _NBVAL_TIMEOUT = 2000  # nbval's own default, far too long for an exercise
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[@-_]")
@@ -41,6 +42,11 @@ class KernelDied(Exception):
 def plain(text: str) -> str:
     """Text without terminal escapes and control characters, safe in JUnit and terminals."""
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f]", "", _ANSI.sub("", text))
+
+
+def cut(text: str) -> str:
+    """`text`, or its beginning if it is too long to read."""
+    return text if len(text) <= MAX_SAID else f"{text[:MAX_SAID]} [... {len(text):,} characters]"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -62,10 +68,11 @@ class ChapterFile(IPyNbFile):
         except CourseError as problem:
             raise self.CollectError(str(problem)) from None
         slug = notebook.slug_of(nb)
-        cells = list(super().collect())
         if not slug:
-            yield from cells
+            self.__class__ = IPyNbFile
+            yield from self.collect()
             return
+        cells = list(super().collect())
         self.expected = _expectations(slug, nb)
         self.ground: list[ChapterCell] = []  # setup and answer cells, in order
         self.done = 0  # how many of them have run in this kernel
@@ -182,15 +189,16 @@ class ChapterCell(IPyNbCell):
         chapter = self.parent
         try:
             self._run_ground(chapter)
-            if chapter.dead:
-                raise Verdict("blocked", chapter.dead)
             if self.key in chapter.broken:
                 raise Verdict("error", chapter.broken[self.key])
+            if chapter.dead:
+                raise Verdict("blocked", chapter.dead)
             self._execute()
         except Verdict as verdict:
             self._report(verdict.status, verdict.text)
             raise
-        self._report("passed", "")
+        cut_short = chapter.received > MAX_OUTPUT
+        self._report("passed", f"its output was cut after {MAX_OUTPUT:,} characters" * cut_short)
 
     def _run_ground(self, chapter: ChapterFile) -> None:
         while chapter.done < self.before and not chapter.dead:
@@ -201,7 +209,7 @@ class ChapterCell(IPyNbCell):
             except Verdict as verdict:
                 if cell.kind == "setup":
                     chapter.dead = f"the setup cell failed: {verdict.text}"
-                elif not chapter.dead:
+                else:
                     chapter.broken[cell.key] = f"the answer cell: {verdict.text}"
 
     def _execute(self) -> None:
@@ -217,10 +225,7 @@ class ChapterCell(IPyNbCell):
         try:
             super().runtest()
         except KernelDied:
-            chapter.dead = f"the kernel died in the cell `{self._label()}`"
-            raise Verdict(
-                "died", f"the kernel died while this cell ran ({self._label()})"
-            ) from None
+            raise self._died() from None
         except NbCellError as error:
             self.shown = _shown(self.test_outputs)
             if chapter.timed_out:
@@ -231,6 +236,14 @@ class ChapterCell(IPyNbCell):
             if problem is not None:
                 raise Verdict("error", _explain(problem)) from None
             raise Verdict("mismatch", "\n".join(self.comparison_traceback) or str(error)) from None
+        except Exception as problem:  # nbval stumbles over a kernel that ends at the wrong moment
+            if not chapter.kernel.is_alive():
+                raise self._died() from None
+            raise Verdict("error", f"this cell could not be checked: {problem!r}") from None
+
+    def _died(self) -> "Verdict":
+        self.parent.dead = f"the kernel died in the cell `{self._label()}`"
+        return Verdict("died", f"the kernel died while this cell ran ({self._label()})")
 
     def compare_outputs(self, test: list, ref: list, skip_compare: Any = None) -> bool:
         """Compare shown lines only; ordinary output, images and stderr never matter."""
@@ -277,7 +290,7 @@ def differences(expected: list[dict], shown: list[dict]) -> Iterator[str]:
         elif not compare.agree(want["values"], have["values"], want["tol"]):
             yield (
                 f"{want['name']}\n  expected {compare.line('', want['values'])[2:]}"
-                f"\n  got      {compare.line('', have['values'])[2:]}"
+                f"\n  got      {cut(compare.line('', have['values'])[2:])}"
             )
 
 
@@ -299,12 +312,23 @@ def _expectations(slug: str, nb: Any) -> dict[str, list[dict]]:
 
 
 def _shown(outputs: list) -> list[dict]:
-    return [o["data"][MIME] for o in outputs if "data" in o and MIME in o["data"]]
+    """The lines that `show` displayed. What a cell displays by itself is not trusted to be one."""
+    lines = [o["data"].get(MIME) for o in outputs if "data" in o]
+    return [line for line in lines if _is_line(line)]
+
+
+def _is_line(line: Any) -> bool:
+    return (
+        isinstance(line, dict)
+        and isinstance(line.get("name"), str)
+        and isinstance(line.get("values"), list)
+        and isinstance(line.get("tol"), (int, float))
+    )
 
 
 def _explain(problem: Any) -> str:
     """One line of an exception, with the line of the learner's cell where it happened."""
-    name, value = problem["ename"], plain(problem["evalue"]).strip()
+    name, value = problem["ename"], cut(plain(problem["evalue"]).strip())
     if name in ("CheckFailed", "KernelError"):
         return value
     if name in ("StdinNotImplementedError", "EOFError"):

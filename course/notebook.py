@@ -17,6 +17,8 @@ _MARK = re.compile(r"^#\s*(setup|predict|demo|gpu|(answer|check):\s*([A-Za-z_]\w
 _TAG = re.compile(r"^(setup|predict|demo|gpu|(answer|check)-([A-Za-z_]\w*))$")
 _SOLUTION = re.compile(r"<!--\s*solution:\s*([A-Za-z_]\w*)\s*-->")
 _HINT = re.compile(r"<details>\s*<summary>Hint</summary>(.*?)</details>", re.DOTALL)
+# what `ast.parse` raises; the last two for expressions nested thousands deep
+UNPARSABLE = (SyntaxError, ValueError, RecursionError, MemoryError)
 _TITLE = re.compile(r"^### (Exercise \d+: .+)$", re.MULTILINE)
 _CARD = re.compile(r"^\*Difficulty ([123]) of 3 · (\d+) minutes\*$", re.MULTILINE)
 
@@ -190,11 +192,14 @@ def answers(nb: nbformat.NotebookNode, keys: list[str]) -> Found:
 def _unusable(source: str, key: str) -> str:
     try:
         tree = ast.parse(source)
+    except (RecursionError, MemoryError):
+        return "the answer nests too deeply to be read"
     except (SyntaxError, ValueError) as problem:
         line = getattr(problem, "lineno", None)
         if any(text.lstrip().startswith(("%", "!")) for text in source.split("\n")):
             return "magics and shell commands do not belong in an answer cell: remove them"
-        return f"line {line} of the answer is not Python: {getattr(problem, 'msg', problem)}"
+        where = f"line {line} of the answer" if line else "the answer"
+        return f"{where} is not Python: {getattr(problem, 'msg', problem)}"
     if key not in defined(tree):
         names = ", ".join(f"`{n}`" for n in defined(tree)) or "nothing"
         return f"the answer cell must define `{key}`, but it defines {names}"
@@ -216,6 +221,6 @@ def fingerprint(source: str) -> str:
     """A hash of what a cell says, blind to comments, blank lines and line ends."""
     try:
         said = ast.dump(ast.parse(source))
-    except (SyntaxError, ValueError):
+    except UNPARSABLE:
         said = clean(source)
     return hashlib.sha256(said.encode("utf-8", "surrogatepass")).hexdigest()[:16]

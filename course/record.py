@@ -20,7 +20,7 @@ from course.errors import CourseError
 from course.notebook import Cell
 from course.recordfile import Record, Recorded, save, write_text
 from course.runtime import MIME
-from course.shell import Worker
+from course.shell import Worker, WorkerLost
 
 MAX_TEXT, MAX_IMAGE = 20 << 10, 150 << 10
 MIN_BITS = 32
@@ -168,7 +168,7 @@ def _execute(
 ) -> dict[int, list]:
     """Run all cells with the reference answers. Returns outputs by cell index."""
     from nbclient import NotebookClient
-    from nbclient.exceptions import CellExecutionError, CellTimeoutError
+    from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 
     from course.nbval_plugin import kernel_environment, plain
 
@@ -198,6 +198,11 @@ def _execute(
                 except CellTimeoutError:
                     raise CourseError(
                         f"{chapter.md.name}: cell {cell.index} runs over {CELL_TIMEOUT} s"
+                    ) from None
+                except DeadKernelError:
+                    raise CourseError(
+                        f"{chapter.md.name}: the kernel died in cell {cell.index} "
+                        f"({cell.kind} {cell.key})"
                     ) from None
                 except CellExecutionError as problem:
                     raise CourseError(
@@ -283,7 +288,10 @@ def _second_runs(chapter: Chapter, new: Record) -> None:
         raise CourseError(f"{chapter.slug}: two `show` calls use the same name")
     job = mutants.cells(new, mutants.references(chapter, new))
     with Worker() as worker:
-        again, other = worker.run(job, 0, timeout=CELL_TIMEOUT), worker.run(job, 1, timeout=300)
+        try:
+            again, other = (worker.run(job, seed, timeout=CELL_TIMEOUT) for seed in (0, 1))
+        except WorkerLost as lost:
+            raise CourseError(f"the checks of {chapter.slug} without demos: {lost}") from None
     for exercise in new.exercises:
         ran = again[exercise.key]
         if ran.error:
@@ -294,11 +302,13 @@ def _second_runs(chapter: Chapter, new: Record) -> None:
             raise CourseError(
                 f"the check of {exercise.key} fails under seed 1: {other[exercise.key].error}"
             )
-        moved = {line["name"]: line for line in other[exercise.key].shown}
+        moved = {line["name"]: line["values"] for line in other[exercise.key].shown}
+        if moved.keys() != {line["name"] for line in exercise.expected}:
+            raise CourseError(f"the check of {exercise.key} shows other names under seed 1")
         seeded = [
             line
             for line in exercise.expected
-            if not compare.agree(line["values"], moved[line["name"]]["values"], line["tol"])
+            if not compare.agree(line["values"], moved[line["name"]], line["tol"])
         ]
         told = sum(compare.bits(line["values"], line["tol"]) for line in seeded)
         if told < MIN_BITS:

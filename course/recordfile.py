@@ -83,6 +83,13 @@ def write_json(path: Path, data: Any) -> None:
 def write_text(path: Path, text: str) -> None:
     """Write a file whole or not at all: a temporary file beside it, then a rename."""
     try:
+        data = text.encode("utf-8")
+    except UnicodeEncodeError as problem:
+        raise CourseError(
+            f"cannot write {path}: it would hold half a character "
+            f"({text[problem.start]!a} near {text[max(0, problem.start - 20) : problem.start]!a})"
+        ) from None
+    try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     except OSError as problem:
@@ -90,8 +97,8 @@ def write_text(path: Path, text: str) -> None:
             f"cannot write {path}: {problem.strerror}; is the folder read-only?"
         ) from None
     try:
-        with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
     except OSError as problem:

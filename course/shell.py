@@ -19,6 +19,8 @@ from typing import IO, Any
 
 from course.errors import CourseError
 
+MAX_ERROR = 2000  # characters of an error; more than `nbval_plugin` tells, so that both can match
+
 
 @dataclass
 class Ran:
@@ -195,7 +197,7 @@ def _execute(shell, source: str) -> str:
     """Run one cell; return its error as "Type: text", or an empty string."""
     result = shell.run_cell(source, store_history=True)
     error = result.error_before_exec or result.error_in_exec
-    return f"{type(error).__name__}: {error}".split("\n")[0][:300] if error else ""
+    return f"{type(error).__name__}: {error}".split("\n")[0][:MAX_ERROR] if error else ""
 
 
 if __name__ == "__main__":

@@ -60,6 +60,8 @@ def stub(chapter: Chapter, key: str) -> str:
         for n in ast.parse("\n".join(lines)).body
         if isinstance(n, (ast.FunctionDef, ast.ClassDef)) and n.name == key
     )
+    if ast.get_docstring(node) is None:
+        raise CourseError(f"{chapter.solution}: `{key}` needs a docstring, which its stub keeps")
     if isinstance(node, ast.ClassDef):
         return _class_stub(lines, node)
     return "\n".join(_function_stub(lines, node, 1, chapter))
@@ -75,18 +77,19 @@ def _tree(path: Path) -> ast.Module:
         return ast.parse(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CourseError(f"{path} does not exist: write the reference answers first") from None
+    except SyntaxError as problem:
+        raise CourseError(f"{path}: line {problem.lineno}: {problem.msg}") from None
 
 
 def _definition(path: Path, key: str) -> list[str]:
     """Lines of helpers and definition, `# stub:` comments included."""
     moved = _reexport(path, key)
     source_path, name = moved if moved else (path, key)
-    text = source_path.read_text(encoding="utf-8")
-    tops = {n: node for node in ast.parse(text).body for n in _binds(node)}
+    tops = {n: node for node in _tree(source_path).body for n in _binds(node)}
     if name not in tops:
         raise CourseError(f"{path} does not define `{key}`")
     wanted = _with_helpers(name, tops)
-    lines = text.split("\n")
+    lines = source_path.read_text(encoding="utf-8").split("\n")
     blocks = [
         "\n".join(lines[_first_line(tops[n]) - 1 : tops[n].end_lineno])
         for n in sorted(wanted, key=lambda n: tops[n].lineno)
@@ -110,6 +113,8 @@ def _binds(node: ast.stmt) -> list[str]:
         return [node.name]
     if isinstance(node, ast.Assign):
         return [t.id for t in node.targets if isinstance(t, ast.Name)]
+    if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+        return [node.target.id]
     return []
 
 
@@ -142,6 +147,8 @@ def _body_start(node: ast.FunctionDef | ast.ClassDef) -> int:
 def _function_stub(
     lines: list[str], node: ast.FunctionDef, indent: int, chapter: Chapter | None
 ) -> list[str]:
+    if node.body[0].lineno == node.lineno:
+        raise CourseError(f"`{node.name}` needs a body on lines of its own to make a stub from")
     head = lines[_first_line(node) - 1 : _body_start(node) - 1]
     head = [line for line in head if not _STUB.match(line)]
     while head and (not head[-1].strip() or head[-1].strip().startswith("#")):
@@ -161,8 +168,8 @@ def _class_stub(lines: list[str], node: ast.ClassDef) -> str:
             if member.name.startswith("_") and not member.name.startswith("__"):
                 continue
             out += ["", *_function_stub(lines, member, 2, None)]
-        elif isinstance(member, ast.AnnAssign) and member.value is None:
-            out.append(lines[member.lineno - 1])
+        elif isinstance(member, ast.AnnAssign):  # the fields of a dataclass are its signature
+            out += lines[member.lineno - 1 : member.end_lineno]
     return "\n".join(out)
 
 

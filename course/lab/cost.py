@@ -14,6 +14,7 @@ _COUNTED = {
     "load": r"= tt\.(?:load|descriptor_load|descriptor_gather)\b",
     "store": r"^\s*tt\.(?:store|descriptor_store|descriptor_scatter)\b",
     "dot": r"= tt\.(?:dot|dot_scaled)\b",
+    "tf32_dot": r"= tt\.dot\b.*inputPrecision = tf32\b.*: tensor<[\dx]*xf32> \*",
     "atomic": r"= tt\.atomic_\w+",
     "reduce": r"= \"tt\.(?:reduce|scan)\"",
 }
@@ -25,11 +26,13 @@ class Cost:
 
     A loop's body counts once. `int32_offsets` names the variables whose pointer offset is a
     32-bit product of two run-time values, such as row * stride: beyond 2**31 it wraps around.
+    `tf32_dot` counts products of float32 tiles that a GPU may round to TF32 first.
     """
 
     load: int
     store: int
     dot: int
+    tf32_dot: int
     atomic: int
     reduce: int
     int32_offsets: tuple[str, ...]

@@ -83,8 +83,7 @@ class Meter:
         nearest = min(self._regions, key=lambda region: region.distance(int(rest[0])), default=None)
         where = nearest.describe_outside(int(rest[0])) if nearest else "no tensor was passed"
         raise KernelError(
-            f"{verb} {rest.size} elements that belong to no argument; {where}. A mask is missing "
-            "or an offset is wrong"
+            f"{verb} outside every argument; {where}. A mask is missing or an offset is wrong"
         )
 
     def _check_race(self, kind: str, program: Program, addresses: np.ndarray) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
+from course import cli
 from course.catalog import ROOT
 from tests.pipeline.conftest import REFERENCE, answered
 
@@ -39,6 +40,20 @@ def course(checkout: Path, *words: str, **environment: str) -> subprocess.Comple
         stdin=subprocess.DEVNULL,
         env=dict(os.environ, PYTHONPATH=str(checkout), COLUMNS="120", **environment),
     )
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+    """Like `course`, in this process and this checkout: for what ends before anything is read."""
+
+    def run(*words: str) -> subprocess.CompletedProcess:
+        monkeypatch.setattr(sys, "argv", ["course", *words])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        said = capsys.readouterr()
+        return subprocess.CompletedProcess(words, end.value.code, said.out, said.err)
+
+    return run
 
 
 def refused(done: subprocess.CompletedProcess, *parts: str) -> None:
@@ -72,19 +87,19 @@ def solve(checkout: Path, **answers: str) -> Path:
         ("new",),
     ],
 )
-def test_an_unknown_chapter_suggests_the_nearest(checkout, words):
+def test_an_unknown_chapter_suggests_the_nearest(here, words):
     command, *rest = words
     slug_last = [w for w in rest if w != "attend"]
-    done = course(checkout, command, *slug_last, "kvcache", *(w for w in rest if w == "attend"))
+    done = here(command, *slug_last, "kvcache", *(w for w in rest if w == "attend"))
     refused(done, "`kvcache`", "did you mean `kv_cache`?")
 
 
-def test_planned_chapter_and_unknown_exercise(checkout):
-    refused(course(checkout, "check", "quantization"), "planned", "course list")
+def test_planned_chapter_and_unknown_exercise(here):
+    refused(here("check", "quantization"), "planned", "course list")
     for words in (("check", "kv_cache", "--exercise", "atend"), ("hint", "kv_cache", "atend")):
-        refused(course(checkout, *words), "no exercise `atend`", "did you mean `attend`?")
-    refused(course(checkout, "new", "kv_cache"), "exists already")
-    refused(course(checkout, "record"), "--all")
+        refused(here(*words), "no exercise `atend`", "did you mean `attend`?")
+    refused(here("new", "kv_cache"), "exists already")
+    refused(here("record"), "--all")
 
 
 def test_not_a_checkout(checkout):
@@ -137,6 +152,29 @@ def test_no_kernel_and_no_model(checkout, tmp_path):
     )
     assert done.returncode == 1
     assert "make model" in done.stdout
+
+
+def test_a_notebook_that_is_none(here, tmp_path):
+    for path in (tmp_path / "gone.ipynb", tmp_path):
+        refused(here("check", "kv_cache", "--notebook", str(path)), str(path))
+
+
+def test_verdicts_are_told_even_if_progress_cannot_be_kept(checkout):
+    solve(checkout)
+    (checkout / "work" / "progress.json").write_text("[1")
+    done = course(checkout, "check", "kv_cache", "--exercise", EASY)
+    assert "1 of 1 passed" in done.stdout
+    refused(done, "progress.json", "move it away")
+
+
+def test_brackets_are_text_and_any_terminal_will_do(checkout):
+    """Rich's markup must not eat a hint's `[t, d]`; a check mark must not end the command."""
+    record = checkout / "notebooks" / "foundations" / "kv_cache.record.json"
+    text = json.loads(record.read_text(encoding="utf-8"))
+    text["exercises"][0]["hint"] = "reshape to [t, d] and [/close] it \u2713"
+    record.write_text(json.dumps(text), encoding="utf-8")
+    done = course(checkout, "hint", "kv_cache", "forward_positions", PYTHONIOENCODING="ascii")
+    assert done.returncode == 0 and "reshape to [t, d] and [/close] it ?" in done.stdout, done
 
 
 def test_a_folder_that_cannot_be_written(checkout):

@@ -1,22 +1,29 @@
-"""What a learner reads after each known wrong answer, frozen; and the whole chapter solved."""
+"""What a learner reads after each known wrong answer, frozen; and a whole chapter solved."""
 
 import os
+from pathlib import Path
 
 import pytest
 
-from course import check, mutants, nbval_plugin, recordfile
+from course import catalog, check, mutants, nbval_plugin, recordfile
 from course.catalog import ROOT
+from course.recordfile import Record
 from course.shell import Worker
-from tests.pipeline.conftest import CHAPTER, RECORD, REFERENCE, answered
+from tests.pipeline.conftest import RECORD, answered
 
-SNAPSHOT = ROOT / "tests" / "snapshots" / "kv_cache.txt"
+READY = [c for c in catalog.chapters() if c.status == "ready"]
+each_chapter = pytest.mark.parametrize("chapter", READY, ids=lambda chapter: chapter.slug)
 
 
-def told(mutant: mutants.Mutant, worker: Worker) -> str:
+def snapshot(chapter: catalog.Chapter) -> Path:
+    return ROOT / "tests" / "snapshots" / f"{chapter.slug}.txt"
+
+
+def told(mutant: mutants.Mutant, record: Record, answers: dict[str, str], worker: Worker) -> str:
     """The text of the verdict: what differs, then the named mistake or the hint."""
-    answers = {**REFERENCE, mutant.key: mutant.source}
-    ran = worker.run(mutants.cells(RECORD, answers, mutant.key, light=True))[mutant.key]
-    exercise = RECORD.exercise(mutant.key)
+    job = mutants.cells(record, {**answers, mutant.key: mutant.source}, mutant.key, light=True)
+    ran = worker.run(job)[mutant.key]
+    exercise = record.exercise(mutant.key)
     text = ran.error.removeprefix("CheckFailed: ").removeprefix("KernelError: ")
     shown = {line["name"] for line in ran.shown}
     seen = [line for line in exercise.expected if line["name"] in shown]
@@ -26,33 +33,40 @@ def told(mutant: mutants.Mutant, worker: Worker) -> str:
     return f"{text}\n{'→ ' + said if said else 'hint: ' + exercise.hint}"
 
 
-def test_messages_are_those_that_were_read():
+@each_chapter
+def test_messages_are_those_that_were_read(chapter):
+    """After a change that was meant, COURSE_SNAPSHOT_UPDATE=1 writes them anew: read the diff."""
+    record = recordfile.load(chapter)
+    answers = mutants.references(chapter, record)
     with Worker() as worker:
         blocks = [
-            f"[{m.key}: {m.name}]\n{told(m, worker)}\n"
-            for m in mutants.written(CHAPTER)
+            f"[{m.key}: {m.name}]\n{told(m, record, answers, worker)}\n"
+            for m in mutants.written(chapter)
             if not m.shortcut
         ]
     text = "\n".join(blocks)
     if os.environ.get("COURSE_SNAPSHOT_UPDATE"):
-        recordfile.write_text(SNAPSHOT, text)
-    assert text == SNAPSHOT.read_text(encoding="utf-8")
+        recordfile.write_text(snapshot(chapter), text)
+    assert text == snapshot(chapter).read_text(encoding="utf-8")
 
 
-def test_most_mistakes_are_named():
+@each_chapter
+def test_most_mistakes_are_named(chapter):
     """A mutant whose message never reaches the learner was written in vain."""
-    blocks = SNAPSHOT.read_text(encoding="utf-8").split("\n[")
+    blocks = snapshot(chapter).read_text(encoding="utf-8").split("\n[")
     unnamed = [block.split("]")[0] for block in blocks if "→" not in block]
     assert len(unnamed) <= len(blocks) // 10, unnamed
 
 
-@pytest.mark.parametrize("key", RECORD.keys)
-def test_no_two_mistakes_look_alike(key):
+@each_chapter
+def test_no_two_mistakes_look_alike(chapter):
     """The same first difference with two messages would name the wrong one."""
-    looks: dict[str, str] = {}
-    for mistake in RECORD.exercise(key).known:
-        look = f"{mistake.get('name')} {mistake.get('values')} {mistake.get('error')}"
-        assert looks.setdefault(look, mistake["message"]) == mistake["message"], mistake["mutant"]
+    for exercise in recordfile.load(chapter).exercises:
+        looks: dict[str, str] = {}
+        for mistake in exercise.known:
+            look = f"{mistake.get('name')} {mistake.get('values')} {mistake.get('error')}"
+            message = looks.setdefault(look, mistake["message"])
+            assert message == mistake["message"], (exercise.key, mistake["mutant"])
 
 
 def test_the_solved_chapter_passes_whole(judge):

@@ -92,11 +92,17 @@ def test_other_notebooks_are_left_to_plain_nbval(tmp_path):
     good.outputs = [nbformat.v4.new_output("stream", name="stdout", text="1\n")]
     bad = nbformat.v4.new_code_cell("print(2)", execution_count=2)
     bad.outputs = [nbformat.v4.new_output("stream", name="stdout", text="3\n")]
-    nb.cells = [good, bad]
+    rich = nbformat.v4.new_code_cell(
+        "from IPython.display import Latex, display\ndisplay(Latex('x'))", execution_count=3
+    )
+    data = {"text/plain": "<IPython.core.display.Latex object>", "text/latex": "x"}
+    rich.outputs = [nbformat.v4.new_output("display_data", data)]
+    nb.cells = [good, bad, rich]
     path = tmp_path / "plain.ipynb"
     nbformat.write(nb, path)
     status, output = run(path, "-v")
     assert status == 1 and "Cell 0 PASSED" in output and "Cell 1 FAILED" in output, output
+    assert "Cell 2 PASSED" in output, output
 
 
 def test_a_check_that_shows_nothing_fails(tmp_path):
@@ -104,3 +110,17 @@ def test_a_check_that_shows_nothing_fails(tmp_path):
     cell_of(nb, "check", "max_concurrency").source = "# check: max_concurrency\npass"
     status, output = run(light(nb, tmp_path), "-k", "max_concurrency")
     assert status == 1 and "nothing was shown" in output, output
+
+
+def test_the_committed_notebook_in_the_checkout():
+    """The documented command, with the checkout's own conftest and options: stubs fail."""
+    command = ["--nbval", "--color=no", "notebooks/foundations/kv_cache.ipynb", "-k", "LayerKV"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *command],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=ROOT,
+    )
+    assert done.returncode == 1 and "1 failed, " in done.stdout, done.stdout + done.stderr
+    assert "exercise LayerKV: error\nNotImplementedError: " in done.stdout, done.stdout

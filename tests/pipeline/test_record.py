@@ -53,6 +53,9 @@ def demo(source: str, options: str = "") -> str:
         ),
         ("## The kernel", demo("object()"), "memory address"),
         ("## The kernel", demo("1 / 0"), "fails with the reference: ZeroDivisionError"),
+        ("## The kernel", demo("import os\nos._exit(0)"), "the kernel died in cell"),
+        (CHECK, f"show(f'{{torch.rand(1, generator=rng(\"n\"))}}', 1)\n{CHECK}", "other names"),
+        (CHECK, f"import os\n1 / (os.environ['COURSE_SEED'] == '0')\n{CHECK}", "under seed 1"),
     ],
 )
 def test_refusals_of_a_run(toy, old, new, message):
@@ -60,6 +63,27 @@ def test_refusals_of_a_run(toy, old, new, message):
     with pytest.raises(CourseError, match=message):
         record.record(toy)
     assert not toy.ipynb.exists() and not toy.record.exists()
+
+
+def test_a_check_that_needs_a_demo_is_refused(toy):
+    """Learners' checks run without the demos."""
+    edit(
+        toy,
+        "### Exercise 1",
+        "```{code-cell} ipython3\n:tags: [demo]\n\n# demo\nrows = 3\n```\n\n### Exercise 1",
+    )
+    edit(toy, CHECK, CHECK.replace("3, 5", "rows, 5"))
+    with pytest.raises(CourseError, match="first_step fails alone: NameError: name 'rows'"):
+        record.record(toy)
+
+
+def test_sources_that_are_not_python_are_one_line(toy):
+    for path in (toy.solution, toy.mutants):
+        text = path.read_text()
+        path.write_text(f"{text}\ndef broken(:\n")
+        with pytest.raises(CourseError, match=rf"{path.name}: line \d+: invalid syntax"):
+            record.record(toy)
+        path.write_text(text)
 
 
 @pytest.mark.parametrize(

@@ -543,6 +543,50 @@ _GENERATE += [
         "ids hide a shift of all positions; a model with learned positions would not.",
     ),
 ]
+_GENERATE += [
+    (
+        "prompt_grows",
+        "        new_ids += feed\n",
+        "        new_ids += feed\n        ids += feed\n",
+        "The caller's list has grown: copy the prompt before you append to it.",
+    ),
+]
+_CONCURRENCY += [
+    (
+        "negatives_pass",
+        "    if bytes_per_token < 1:",
+        "    if bytes_per_token == 0:",
+        "Negative bytes per token pass here: everything below 1 must raise ValueError.",
+    ),
+]
+_KERNEL += [
+    (
+        "group_missing_in_the_output_row",
+        "row = (b * tl.num_programs(1) * GROUP + h)",
+        "row = (b * tl.num_programs(1) + h)",
+        "Sequences write over each other: a sequence has KV heads times GROUP rows in part_out and "
+        "part_lse, so the row of sequence b starts at b * num_programs(1) * GROUP.",
+    ),
+    (
+        "strides_of_k_for_v",
+        "o_t[:, None] * s_vt",
+        "o_t[:, None] * s_kt",
+        "V is read with a stride of K. The two may be laid out differently: use s_vb, s_vt, s_vh.",
+    ),
+    (
+        "maximum_starts_at_zero",
+        "tl.full([BLOCK_G], -1e38, tl.float32)",
+        "tl.zeros([BLOCK_G], tl.float32)",
+        "The running maximum starts at 0. When all scores are far below that, every weight "
+        "underflows to 0: start far below any score.",
+    ),
+    (
+        "tf32",
+        's = tl.dot(b_q, b_k, input_precision="ieee")',
+        "s = tl.dot(b_q, b_k)",
+        'Without input_precision="ieee" a GPU multiplies fp32 tiles in TF32.',
+    ),
+]
 
 MUTANTS = {
     "forward_positions": _POSITIONS,
