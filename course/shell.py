@@ -39,6 +39,7 @@ class Worker:
 
     def __init__(self, threads: int = 1):
         self._threads = threads
+        self.seconds = 0.0  # CPU time that jobs took: a busy machine does not stretch it
         self._child: subprocess.Popen | None = None
         self._home: tempfile.TemporaryDirectory | None = None
 
@@ -78,6 +79,7 @@ class Worker:
             self.close()
             raise WorkerLost(str(lost) or "the process ended") from None
         answer = json.loads(line)
+        self.seconds += answer["seconds"]
         if answer["setup"]:
             raise CourseError(f"the setup cell fails: {answer['setup']}")
         return {key: Ran(**ran) for key, ran in answer["checks"].items()}
@@ -153,7 +155,10 @@ def _serve() -> None:
     config.InteractiveShell.colors = "nocolor"
     shell = Quiet.instance(config=config)
     for number, line in enumerate(sys.stdin):
-        replies.write(json.dumps(_job(shell, json.loads(line))) + "\n")
+        start = time.process_time()
+        answer = _job(shell, json.loads(line))
+        answer["seconds"] = time.process_time() - start
+        replies.write(json.dumps(answer) + "\n")
         replies.flush()
         if number == 0:  # each reset collects garbage: do not walk torch's modules again
             gc.collect()

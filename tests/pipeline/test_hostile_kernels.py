@@ -127,6 +127,8 @@ def test_ctrl_c_ends_a_check_without_a_verdict(tmp_path):
         text=True,
         cwd=ROOT,
         start_new_session=True,
+        # a shell's background job, as CI may be, starts with Ctrl+C ignored
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     kernel = int(_soon(lambda: marker.exists() and marker.read_text()))
     process.send_signal(signal.SIGINT)
