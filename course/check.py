@@ -19,7 +19,7 @@ from typing import Any
 
 import nbformat
 
-from course import notebook, recordfile
+from course import mistakes, notebook, recordfile
 from course.catalog import Chapter
 from course.errors import CourseError
 from course.recordfile import Record, Recorded
@@ -250,17 +250,8 @@ def _verdict(exercise: Recorded, outcome: dict, learner: nbformat.NotebookNode) 
 
 def mistake_of(exercise: Recorded, outcome: dict) -> str:
     """The message of the known mistake that an outcome shows, or an empty string."""
-    from course.runtime import named_mistake
-
-    for line in outcome["shown"]:
-        message = named_mistake(exercise.known, line)
-        if message:
-            return message
-    first_line = outcome["text"].split("\n")[0]
-    for mistake in exercise.known:
-        if outcome["status"] == "error" and mistake.get("error") == first_line:
-            return mistake["message"]
-    return ""
+    error = "" if outcome["status"] == "mismatch" else outcome["text"]
+    return mistakes.named(exercise, outcome["shown"], error)
 
 
 def _elsewhere(text: str, learner: nbformat.NotebookNode) -> str:

@@ -10,8 +10,6 @@ import nbformat
 
 from course.errors import CourseError
 
-KINDS = ("setup", "answer", "check", "predict", "demo", "gpu")
-KEYED = ("answer", "check")
 GRADED = ("setup", "answer", "check")  # what checks, mutants and grading run
 _MARK = re.compile(r"^#\s*(setup|predict|demo|gpu|(answer|check):\s*([A-Za-z_]\w*))\s*$")
 _TAG = re.compile(r"^(setup|predict|demo|gpu|(answer|check)-([A-Za-z_]\w*))$")

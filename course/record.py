@@ -57,10 +57,10 @@ def build(
         shown = [o["data"][MIME] for o in outputs.get(cell.index, []) if MIME in o.get("data", {})]
         if cell.kind == "check":
             _collect(new.exercise(cell.key), shown)
-    progress("second seed, one thread")
-    _second_runs(chapter, new)
-    progress("known mistakes")
     with Worker() as worker:
+        progress("second seed, one thread")
+        _second_runs(chapter, new, worker)
+        progress("known mistakes")
         for key, known in mutants.fingerprints(worker, chapter, new).items():
             new.exercise(key).known = known
     return _finished(chapter, nb, cells, outputs), new
@@ -279,7 +279,7 @@ def _collect(exercise: Recorded, shown: list[dict]) -> None:
     exercise.expected += [dict(line, part=part) for line in shown]
 
 
-def _second_runs(chapter: Chapter, new: Record) -> None:
+def _second_runs(chapter: Chapter, new: Record, worker: Worker) -> None:
     """Run setup and checks again: the same under one thread, different under another seed."""
     from course.nbval_plugin import differences
 
@@ -287,11 +287,10 @@ def _second_runs(chapter: Chapter, new: Record) -> None:
     if len(lines) != sum(len(e.expected) for e in new.exercises):
         raise CourseError(f"{chapter.slug}: two `show` calls use the same name")
     job = mutants.cells(new, mutants.references(chapter, new))
-    with Worker() as worker:
-        try:
-            again, other = (worker.run(job, seed, timeout=CELL_TIMEOUT) for seed in (0, 1))
-        except WorkerLost as lost:
-            raise CourseError(f"the checks of {chapter.slug} without demos: {lost}") from None
+    try:
+        again, other = (worker.run(job, seed, timeout=CELL_TIMEOUT) for seed in (0, 1))
+    except WorkerLost as lost:
+        raise CourseError(f"the checks of {chapter.slug} without demos: {lost}") from None
     for exercise in new.exercises:
         ran = again[exercise.key]
         if ran.error:

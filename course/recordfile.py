@@ -7,6 +7,7 @@ cells, so that a learner's edits to those cells change nothing.
 import difflib
 import json
 import os
+import re
 import tempfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -28,7 +29,7 @@ class Recorded:
     needs: list[str]  # other exercises whose answers this one uses
     check: str  # fingerprint of its check cells: progress is kept while it stands
     expected: list[dict] = field(default_factory=list)  # name, values, tol, part (which check cell)
-    known: list[dict] = field(default_factory=list)  # mutant, message, and name+values or error
+    known: list[dict] = field(default_factory=list)  # see course.mutants.fingerprints
 
 
 @dataclass
@@ -77,7 +78,13 @@ def save(chapter: Chapter, record: Record) -> None:
 
 
 def write_json(path: Path, data: Any) -> None:
-    write_text(path, json.dumps(data, indent=1, ensure_ascii=False) + "\n")
+    """Write JSON, indented, with each list of plain values on one line."""
+    text = json.dumps(data, indent=1, ensure_ascii=False)
+    flat = re.compile(r"\[\n\s+[^\[\]{}]*?\n\s+\]")  # a string holds no raw line break
+    text = flat.sub(
+        lambda m: re.sub(r"\n\s*", " ", m[0]).replace("[ ", "[").replace(" ]", "]"), text
+    )
+    write_text(path, text + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
@@ -106,17 +113,10 @@ def write_text(path: Path, text: str) -> None:
         raise CourseError(f"cannot write {path}: {problem.strerror}") from None
 
 
-def load_for_feedback(slug: str) -> tuple[dict, dict, dict]:
-    """(expected line, known mistakes, hint) by shown name; empty if there is no record."""
+def load_for_feedback(slug: str) -> dict[str, Recorded]:
+    """The exercise of each shown name; empty if there is no record."""
     try:
         record = load(find(slug))
     except CourseError:
-        return {}, {}, {}
-    expected = {line["name"]: line for e in record.exercises for line in e.expected}
-    hints = {line["name"]: e.hint for e in record.exercises for line in e.expected}
-    known: dict[str, list[dict]] = {}
-    for exercise in record.exercises:
-        for mistake in exercise.known:
-            if "name" in mistake:
-                known.setdefault(mistake["name"], []).append(mistake)
-    return expected, known, hints
+        return {}
+    return {line["name"]: e for e in record.exercises for line in e.expected}

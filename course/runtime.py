@@ -9,9 +9,12 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from course import compare, forbidden
+
+if TYPE_CHECKING:
+    from course.recordfile import Recorded
 
 MIME = "application/vnd.course.check+json"
 
@@ -26,11 +29,8 @@ class CheckFailed(Exception):
 
 @dataclass
 class _State:
-    chapter: str = ""
     shown: list[dict] = field(default_factory=list)
-    expected: dict[str, dict] = field(default_factory=dict)  # name -> recorded line
-    known: dict[str, list[dict]] = field(default_factory=dict)  # name -> fingerprints
-    hints: dict[str, str] = field(default_factory=dict)  # name -> hint of its exercise
+    exercises: dict[str, "Recorded"] = field(default_factory=dict)  # shown name -> its exercise
     listener: Callable[[dict], None] | None = None  # the worker's: called with each line
 
 
@@ -50,10 +50,8 @@ def begin(chapter: str) -> None:
 
     # also fills torch.empty with NaN, so that a forgotten write looks the same at every run
     torch.use_deterministic_algorithms(True, warn_only=True)
-    STATE.chapter, STATE.shown = chapter, []
-    STATE.expected, STATE.known, STATE.hints = (
-        load_for_feedback(chapter) if seed() == 0 else ({}, {}, {})
-    )
+    STATE.shown = []
+    STATE.exercises = load_for_feedback(chapter) if seed() == 0 else {}
 
 
 def rng(name: str) -> Any:
@@ -80,7 +78,7 @@ def show(name: str, value: Any, tol: float = 1e-4) -> None:
     _display(shown)
     if STATE.listener:
         STATE.listener(shown)
-    if name in STATE.expected:
+    if name in STATE.exercises:
         print(_feedback(shown), file=sys.stderr, flush=True)
 
 
@@ -95,7 +93,11 @@ def _display(shown: dict) -> None:
 
 
 def _feedback(shown: dict) -> str:
-    name, want = shown["name"], STATE.expected[shown["name"]]
+    from course import mistakes
+
+    name = shown["name"]
+    exercise = STATE.exercises[name]
+    want = next(line for line in exercise.expected if line["name"] == name)
     if compare.agree(want["values"], shown["values"], want["tol"]):
         return f"  ✓ {name} matches"
     lines = [
@@ -103,22 +105,17 @@ def _feedback(shown: dict) -> str:
         f"    expected {compare.line('', want['values'])[2:]}",
         f"    got      {compare.line('', shown['values'])[2:]}",
     ]
-    mistake = named_mistake(STATE.known.get(name, []), shown)
-    if mistake:
-        lines.append(f"    {mistake}")
-    elif STATE.hints.get(name):
-        lines.append(f"    hint: {STATE.hints[name]}")
+    mistake = mistakes.named(exercise, _this_run(exercise))
+    lines.append(f"    {mistake}" if mistake else f"    hint: {exercise.hint}")
     return "\n".join(lines)
 
 
-def named_mistake(known: list[dict], shown: dict) -> str:
-    """The message of the recorded mistake that shows exactly these values, or an empty string."""
-    for mistake in known:
-        if mistake.get("name") == shown["name"] and compare.agree(
-            mistake["values"], shown["values"], shown["tol"]
-        ):
-            return mistake["message"]
-    return ""
+def _this_run(exercise: "Recorded") -> list[dict]:
+    """The exercise's lines since its check last began: the cell may have run before."""
+    names = [line["name"] for line in exercise.expected]
+    lines = [line for line in STATE.shown if line["name"] in names]
+    starts = [i for i, line in enumerate(lines) if line["name"] == names[0]]
+    return lines[starts[-1] :] if starts else lines
 
 
 def require(condition: Any, message: str) -> None:

@@ -59,18 +59,19 @@ class Worker:
         cells: Iterable[tuple[str, str, str]],
         seed: int = 0,
         expected: dict[str, dict] | None = None,
+        enough: int = 1,
         timeout: float = 60,
     ) -> dict[str, Ran]:
         """Execute (kind, key, source) cells in order and return what each check showed.
 
         Args:
-            expected: with it, a check stops at its first line that differs (error `Mismatch`).
+            expected: with it, a check stops when `enough` of its lines differ (error `Mismatch`).
 
         Raises WorkerLost if the child dies or takes longer than `timeout` seconds, CourseError
         if the setup cell fails.
         """
         jobs, replies = self._pipes()
-        job = {"seed": seed, "cells": list(cells), "expected": expected}
+        job = {"seed": seed, "cells": list(cells), "expected": expected, "enough": enough}
         try:
             jobs.write(json.dumps(job).encode() + b"\n")
             jobs.flush()
@@ -135,7 +136,7 @@ class Worker:
 
 
 class Mismatch(Exception):
-    """Raised inside `show` when a line differs from the expected one and nothing more is needed."""
+    """Raised inside `show` when enough lines differ and nothing more is needed."""
 
 
 def _serve() -> None:
@@ -169,14 +170,19 @@ def _job(shell, job: dict) -> dict:
     from course import compare
     from course.runtime import STATE
 
-    def stop_at_difference(shown: dict) -> None:
+    wrong = 0
+
+    def stop_when_wrong(shown: dict) -> None:
+        nonlocal wrong
         want = job["expected"].get(shown["name"])
         if want and not compare.agree(want["values"], shown["values"], want["tol"]):
-            raise Mismatch(shown["name"])
+            wrong += 1
+            if wrong == job["enough"]:
+                raise Mismatch(shown["name"])
 
     os.environ["COURSE_SEED"] = str(job["seed"])
     shell.reset(new_session=False)
-    STATE.listener = stop_at_difference if job["expected"] is not None else None
+    STATE.listener = stop_when_wrong if job["expected"] is not None else None
     checks: dict[str, dict] = {}
     broken: dict[str, str] = {}
     parts: dict[str, int] = {}

@@ -60,11 +60,11 @@ def test_most_mistakes_are_named(chapter):
 
 @each_chapter
 def test_no_two_mistakes_look_alike(chapter):
-    """The same first difference with two messages would name the wrong one."""
+    """The same lines with two messages would name the wrong one."""
     for exercise in recordfile.load(chapter).exercises:
         looks: dict[str, str] = {}
         for mistake in exercise.known:
-            look = f"{mistake.get('name')} {mistake.get('values')} {mistake.get('error')}"
+            look = f"{mistake['seen']} {mistake['differs']} {mistake['error']}"
             message = looks.setdefault(look, mistake["message"])
             assert message == mistake["message"], (exercise.key, mistake["mutant"])
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import course
-from course import compare, forbidden, notebook, recordfile, runtime, solutions
+from course import compare, forbidden, mistakes, notebook, recordfile, runtime, solutions
 from course.errors import CourseError
 
 
@@ -95,12 +95,62 @@ def test_rng_streams_depend_on_name_and_seed_alone(monkeypatch):
     assert draw("a") != first
 
 
+def recorded(expected: dict[str, list], *known: dict) -> recordfile.Recorded:
+    lines = [{"name": n, "values": v, "tol": 1e-4, "part": 0} for n, v in expected.items()]
+    return recordfile.Recorded(
+        "f", "Exercise 1: f", 1, 5, "count K and V", [], "", lines, list(known)
+    )
+
+
+def mistake(message: str, differs: dict[str, list], seen: tuple = (), error: str = "") -> dict:
+    wrong = [{"name": n, "values": v} for n, v in differs.items()]
+    return {
+        "mutant": message,
+        "message": message,
+        "error": error,
+        "seen": [*differs, *seen],
+        "differs": wrong,
+    }
+
+
+def shown(**values: list) -> list[dict]:
+    return [{"name": n, "values": v, "tol": 1e-4} for n, v in values.items()]
+
+
+def test_a_mistake_is_named_by_all_its_lines():
+    exercise = recorded(
+        {"a": [1], "b": [2], "c": [3]},
+        mistake("both", {"a": [0], "b": [0]}, ("c",)),
+        mistake("first", {"a": [0]}, ("b", "c")),
+        mistake("raises", {}, ("a",), "TypeError: no"),
+        mistake("late", {"a": [9]}, (), "TypeError: other"),
+    )
+    assert mistakes.named(exercise, shown(a=[0], b=[0], c=[3]), "") == "both"
+    assert mistakes.named(exercise, shown(a=[0], b=[2], c=[3]), "") == "first"
+    assert mistakes.named(exercise, shown(a=[0], b=[7], c=[3]), "") == ""
+    assert mistakes.named(exercise, shown(a=[1], b=[2], c=[3]), "") == ""
+    assert mistakes.named(exercise, shown(a=[1]), "TypeError: no\n  more") == "raises"
+    assert mistakes.named(exercise, shown(a=[1]), "TypeError: yes") == ""
+    assert mistakes.named(exercise, shown(a=[9]), "TypeError: in other words") == "late"
+    # while it runs, only what can be one thing alone
+    assert mistakes.named(exercise, shown(a=[0])) == ""
+    assert mistakes.named(exercise, shown(a=[0], b=[0])) == "both"
+
+
+def test_feedback_forgets_an_earlier_run_of_the_cell(monkeypatch, capsys):
+    exercise = recorded({"a": [1], "b": [2]}, mistake("swapped", {"a": [2], "b": [1]}))
+    monkeypatch.setattr(runtime.STATE, "exercises", {"a": exercise, "b": exercise})
+    monkeypatch.setattr(runtime.STATE, "shown", [])
+    for a, b in ((7, 7), (2, 1)):
+        course.show("a", a)
+        course.show("b", b)
+    said = capsys.readouterr().err
+    assert said.count("hint: count K and V") == 2 and said.count("swapped") == 2
+
+
 def test_feedback_says_expected_got_and_hint_or_mistake(monkeypatch, capsys):
-    line = {"name": "size", "values": [4], "tol": 1e-4}
-    monkeypatch.setattr(runtime.STATE, "expected", {"size": line})
-    monkeypatch.setattr(runtime.STATE, "hints", {"size": "count K and V"})
-    known = [{"mutant": "m", "name": "size", "values": [2], "message": "V is missing"}]
-    monkeypatch.setattr(runtime.STATE, "known", {"size": known})
+    exercise = recorded({"size": [4]}, mistake("V is missing", {"size": [2]}))
+    monkeypatch.setattr(runtime.STATE, "exercises", {"size": exercise})
     monkeypatch.setattr(runtime.STATE, "shown", [])
     course.show("size", 4)
     course.show("size", 3)

@@ -517,6 +517,17 @@ _POSITIONS += [
         "and only then take the short way out for new_tokens=0.",
     ),
 ]
+_POSITIONS += [
+    (
+        "accepts_everything",
+        "    if prompt_len < 1:\n"
+        '        raise ValueError(f"prompt_len={prompt_len}: must be at least 1")\n'
+        "    if new_tokens < 0:\n"
+        '        raise ValueError(f"new_tokens={new_tokens}: must not be negative")\n',
+        "",
+        "An empty prompt or a negative count must raise ValueError; yours computes a number.",
+    ),
+]
 _BYTES += [
     (
         "negatives_pass",
