@@ -11,7 +11,7 @@ FIRST := kv_cache
 export OMP_WAIT_POLICY := PASSIVE
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
 
-.PHONY: help setup model book test test-all lint start bench notebooks clean
+.PHONY: help setup model book test test-all lint start bench bench-gpu notebooks clean
 
 help:
 	@echo "make book       build the website into _build/html"
@@ -21,6 +21,7 @@ help:
 	@echo "make notebooks  authors: record every ready chapter"
 	@echo "make lint       ruff and mypy"
 	@echo "make bench      speed against named peers, as ratios"
+	@echo "make bench-gpu  on a CUDA machine: time the kernels (ARGS=--quick)"
 	@echo "make clean      remove what was built (not your work/)"
 
 setup: $(VENV)/.installed model
@@ -61,6 +62,9 @@ notebooks: setup
 
 bench: setup
 	$(BIN)/python -m course.bench
+
+bench-gpu: $(VENV)/.installed
+	$(BIN)/python -m kernels.bench $(ARGS)
 
 clean:
 	rm -rf _build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -30,6 +30,7 @@ from course.lab.launch import (
     arch,
     cdiv,
     check_tensor,
+    check_values,
     next_power_of_2,
     processors,
 )
@@ -182,6 +183,36 @@ def _decode_merge_kernel(
     tl.store(lse + row, high + tl.log(total))
 
 
+def merge_splits(
+    part_out: torch.Tensor,
+    part_lse: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    """Merge partial attentions over disjoint keys, for launchers that split.
+
+    Args:
+        part_out: [B, H, n_splits, D], normalised averages.
+        part_lse: [B, H, n_splits] float32, their log-sum-exps, natural log;
+            -inf marks a split without keys.
+        out: [B, H, D], written. lse: [B, H] float32, written.
+
+    All dense; not checked. Where all splits are empty: 0 and -inf.
+    """
+    B, H, n_splits, D = part_out.shape
+    _decode_merge_kernel[(B * H,)](
+        part_out,
+        part_lse,
+        out,
+        lse,
+        n_splits,
+        HEAD_DIM=D,
+        BLOCK_D=next_power_of_2(D),
+        BLOCK_N=next_power_of_2(n_splits),
+        num_warps=4,
+    )
+
+
 def decode_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -196,9 +227,9 @@ def decode_attention(
         q: [B, H, D], float16, bfloat16 or float32, D <= 128.
         k, v: [B, S, Hkv, D], q's dtype; H is a multiple of Hkv, at most 64
             times it. Outer strides are free, the last one is 1.
-        seq_lens: [B] int32, dense; 0 <= seq_lens[b] <= S. Not checked here:
-            reading them would stall the GPU. Slots from seq_lens[b] on are
-            never read.
+        seq_lens: [B] int32, dense; 0 <= seq_lens[b] <= S, which on a GPU is
+            checked in debug mode only. Slots from seq_lens[b] on are never
+            read.
         n_splits: pieces per sequence, at most 128; by default enough to give
             every processor two programs. Never more than S has blocks.
         return_lse: also return the log-sum-exp of the scores.
@@ -219,6 +250,7 @@ def decode_attention(
     S, kv_heads = k.shape[1:3]
     check_tensor("v", v, (B, S, kv_heads, D), (q.dtype,), q.device)
     check_tensor("seq_lens", seq_lens, (B,), (torch.int32,), q.device)
+    check_values("seq_lens", seq_lens, 0, S)
     if not 1 <= D <= MAX_HEAD_DIM:
         raise ValueError(f"q: head_dim {D} must be 1 to {MAX_HEAD_DIM}")
     group = H // max(kv_heads, 1)
@@ -266,17 +298,7 @@ def decode_attention(
         **options,
     )
     if n_splits > 1:
-        _decode_merge_kernel[(B * H,)](
-            part_out,
-            part_lse,
-            out,
-            lse,
-            n_splits,
-            HEAD_DIM=D,
-            BLOCK_D=block_d,
-            BLOCK_N=next_power_of_2(n_splits),
-            num_warps=4,
-        )
+        merge_splits(part_out, part_lse, out, lse)
     return (out, lse) if return_lse else out
 
 

@@ -5,6 +5,7 @@ Light on purpose: torch and the standard library only, so a kernel runs on a bar
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -53,6 +54,24 @@ def check_tensor(
         raise ValueError(f"{name}: device {tensor.device} must be {device}, as the first argument")
     if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         raise ValueError(f"{name}: last stride {tensor.stride(-1)} must be 1")
+
+
+def check_values(name: str, tensor: torch.Tensor, low: int, high: int) -> None:
+    """Raise ValueError unless every element of an integer tensor is in low <= x <= high.
+
+    On a GPU only if the environment sets COURSE_KERNEL_DEBUG: reading the values makes the host
+    wait for the device. Tensors without memory (meta) are never read.
+    """
+    if tensor.is_meta or not tensor.numel():
+        return
+    if tensor.device.type == "cuda" and not os.environ.get("COURSE_KERNEL_DEBUG"):
+        return
+    wrong = (tensor < low) | (tensor > high)
+    if wrong.any():
+        place = wrong.nonzero()[0].tolist()
+        raise ValueError(
+            f"{name}: {tensor[tuple(place)].item()} at {place} must be {low} to {high}"
+        )
 
 
 def arch(device: torch.device) -> str:

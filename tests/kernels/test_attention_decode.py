@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from course.lab import table
+from course.lab.aot import TARGETS, compile_launches
 from course.lab.launch import pretending
 from kernels.attention_decode import (
     _decode_attention_kernel,
@@ -15,7 +17,8 @@ from kernels.attention_decode import (
     decode_attention,
     decode_attention_ref,
 )
-from kernels.cases import DECODE_CASES, Decode, decode_inputs, error_limit
+from kernels.cases import error_limit
+from kernels.cases.attention_decode import DECODE_CASES, STREAMING, Decode, decode_inputs
 
 ON_CPU = not torch.cuda.is_available()
 RMS_RATIO = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 5e-3}
@@ -267,6 +270,8 @@ BAD = {
     "seq_lens: shape": dict(seq_lens=torch.ones(3, dtype=torch.int32)),
     "seq_lens: dtype": dict(seq_lens=torch.ones(2, dtype=torch.int64)),
     "seq_lens: last stride": dict(seq_lens=torch.ones(4, dtype=torch.int32)[::2]),
+    "seq_lens: -1": dict(seq_lens=torch.tensor([3, -1], dtype=torch.int32)),
+    "seq_lens: 5": dict(seq_lens=torch.tensor([5, 4], dtype=torch.int32)),
     "n_splits: 0": dict(n_splits=0),
     "n_splits: 129": dict(n_splits=129),
 }
@@ -284,6 +289,27 @@ def test_extremes_of_the_claim_are_accepted(device, running) -> None:
     with running():
         out, lse = decode_attention(*inputs, n_splits=128, return_lse=True)
     assert_right(inputs, out, lse)
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("target", ["sm_80", "gfx942"])
+def test_all_sizes_one_compile(target: str) -> None:
+    """An argument equal to 1 is a constant to the compiler."""
+    one, lengths = torch.ones(1, 1, 1, 1), torch.ones(1, dtype=torch.int32)
+    compiled = compile_launches(lambda: decode_attention(one[0], one, one, lengths), target)
+    assert [kernel.name for kernel in compiled] == ["_decode_attention_kernel"]
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_the_largest_tile_fits(dtype: torch.dtype, target: str) -> None:
+    """The edge of the claim: head_dim 128 and 64 query heads a KV head."""
+    q = torch.empty(1, 64, 128, dtype=dtype, device="meta")
+    k = torch.empty(1, 256, 1, 128, dtype=dtype, device="meta")
+    lengths = torch.empty(1, dtype=torch.int32, device="meta")
+    rows = table.build({"": lambda: decode_attention(q, k, k, lengths, 1)}, [target])
+    assert table.complaints(rows, STREAMING) == []
 
 
 def test_cases_cover_every_pair() -> None:

@@ -4,21 +4,18 @@ The cases are few, since 300 mutants run them; each has a reason.
 """
 
 import functools
-import importlib.util
 import math
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
-from triton.runtime.jit import KernelInterface
 
 import kernels.attention_decode as original
 from course import lab
-from course.lab.launch import pretending
 from course.lab.meter import metered
-from course.lab.mutate import Mutation, mutations
-from kernels.cases import Decode, decode_inputs
+from kernels.cases.attention_decode import Decode, decode_inputs
+from tests.kernels.mutants import assert_every_mutant_is_noticed, launches
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="mutants could hang the GPU")
 
@@ -38,23 +35,9 @@ FUNCTIONS: dict[str, dict[str, str]] = {  # the mutants that change nothing, and
         "lse.new_empty#1: swap the first two arguments": "a dense buffer of the same size",
         "out.new_empty#1: swap the first two arguments": "a dense buffer of the same size",
     },
+    "merge_splits": {},
     "_configuration": {},
 }
-
-
-def definition(name: str) -> str:
-    """The text of a top-level function without its decorator."""
-    start = SOURCE.index(f"def {name}(")
-    ends = [SOURCE.find(mark, start) for mark in ("\n@triton.jit", "\ndef ")]
-    return SOURCE[start : min((end for end in ends if end > 0), default=len(SOURCE))]
-
-
-def load(source: str, path: Path) -> ModuleType:
-    path.write_text(source)
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 CASES = [
@@ -128,24 +111,14 @@ def notices_in_the_ir(module: ModuleType) -> bool:
     return bool(decode.int32_offsets or merge.int32_offsets)
 
 
-def launches(module: ModuleType, B: int, S: int, n_splits: int | None, processors: int):
+def launches_of(module: ModuleType, B: int, S: int, n_splits: int | None, processors: int):
     """Grids and options that the launcher asks for, on tensors without memory."""
-    asked = []
     meta = torch.device("meta")
     q = torch.empty(B, 4, 8, dtype=torch.bfloat16, device=meta)
     k = torch.empty(B, S, 2, 8, dtype=torch.bfloat16, device=meta)
     seq_lens = torch.empty(B, dtype=torch.int32, device=meta)
     module.processors = lambda device: processors
-    before = KernelInterface.__getitem__
-    KernelInterface.__getitem__ = lambda kernel, grid: (
-        lambda *args, **options: asked.append((kernel.__name__, grid, options))
-    )
-    try:
-        with pretending("sm_90"):
-            module.decode_attention(q, k, k, seq_lens, n_splits)
-    finally:
-        KernelInterface.__getitem__ = before
-    return asked
+    return launches(lambda: module.decode_attention(q, k, k, seq_lens, n_splits))
 
 
 def notices_launches(module: ModuleType) -> bool:
@@ -158,7 +131,7 @@ def notices_launches(module: ModuleType) -> bool:
         (2, 129, 128, 1, 3),
         (2, 1000, 2, 1000, 2),
     ]:
-        asked = launches(module, B, S, n_splits, processors)
+        asked = launches_of(module, B, S, n_splits, processors)
         grids = {name: grid for name, grid, _ in asked}
         options = [(o["num_warps"], o.get("num_stages")) for _, _, o in asked]
         if asked[0][2] | dict(HEAD_DIM=8, GROUP=2, BLOCK_D=16, BLOCK_G=16) != asked[0][2]:
@@ -180,6 +153,8 @@ def notices_arguments(module: ModuleType) -> bool:
         ("k: shape", q, k[0], v, seq_lens, 1),
         ("v: shape", q, k, v[:, 1:], seq_lens, 1),
         ("seq_lens: dtype", q, k, v, seq_lens.long(), 1),
+        ("seq_lens: -1", q, k, v, seq_lens - 1, 1),
+        ("seq_lens: 41", q, k, v, seq_lens + 8, 1),
         ("q: head_dim", wide[0], wide, wide, one, 1),
         ("q: head_dim", wide[0, ..., :0], wide[..., :0], wide[..., :0], one, 1),
         ("k: 2 KV", q[:, :5], k, v, seq_lens, 1),
@@ -237,25 +212,7 @@ DETECTORS = [  # the cheap ones first
 ]
 
 
-def survives(mutant: Mutation, name: str, folder: Path, number: int) -> bool:
-    source = SOURCE.replace(definition(name), mutant.source)
-    try:
-        module = load(source, folder / f"mutant_{name}_{number}.py")
-        return not any(detector(module) for detector in DETECTORS)
-    except Exception:
-        return False
-
-
-def test_the_original_passes(tmp_path: Path) -> None:
-    module = load(SOURCE, tmp_path / "unchanged.py")
-    assert [detector.__name__ for detector in DETECTORS if detector(module)] == []
-
-
 @pytest.mark.filterwarnings("ignore::SyntaxWarning")
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_every_mutant_is_noticed(name: str, tmp_path: Path) -> None:
-    mutants = mutations(definition(name))
-    survivors = {m.id for i, m in enumerate(mutants) if survives(m, name, tmp_path, i)}
-    equivalent = FUNCTIONS[name]
-    assert survivors == set(equivalent)
-    assert len(equivalent) <= 0.05 * len(mutants)
+    assert_every_mutant_is_noticed(SOURCE, name, FUNCTIONS[name], DETECTORS, tmp_path)

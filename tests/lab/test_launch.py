@@ -6,7 +6,15 @@ import sys
 import pytest
 import torch
 
-from course.lab.launch import arch, cdiv, check_tensor, next_power_of_2, pretending, processors
+from course.lab.launch import (
+    arch,
+    cdiv,
+    check_tensor,
+    check_values,
+    next_power_of_2,
+    pretending,
+    processors,
+)
 
 CPU = torch.device("cpu")
 
@@ -38,6 +46,33 @@ def test_what_fits() -> None:
     check_tensor("x", torch.ones(2, 2)[:, :1], ("B", 1), (torch.float32,), CPU)
 
 
+def test_values_are_checked_where_it_costs_no_wait() -> None:
+    ids = torch.tensor([[0, 4], [5, 9]], dtype=torch.int32)
+    check_values("ids", ids, 0, 9)
+    check_values("ids", ids[:0], 5, 5)
+    check_values("ids", ids.to("meta"), 5, 5)  # has no values
+    with pytest.raises(ValueError, match=r"^ids: 9 at \[1, 1\] must be 0 to 8$"):
+        check_values("ids", ids, 0, 8)
+    with pytest.raises(ValueError, match=r"^ids: 0 at \[0, 0\] must be 1 to 9$"):
+        check_values("ids", ids, 1, 9)
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that says that it lives on a GPU, where there is none."""
+
+    device = torch.device("cuda")
+    is_meta = False
+
+
+def test_on_a_gpu_values_are_checked_in_debug_mode_alone(monkeypatch) -> None:
+    ids = torch.tensor([7]).as_subclass(OnGpu)
+    monkeypatch.delenv("COURSE_KERNEL_DEBUG", raising=False)
+    check_values("ids", ids, 0, 1)
+    monkeypatch.setenv("COURSE_KERNEL_DEBUG", "1")
+    with pytest.raises(ValueError, match=r"^ids: 7 at"):
+        check_values("ids", ids, 0, 1)
+
+
 def test_targets() -> None:
     assert (arch(CPU), processors(CPU)) == ("cpu", 1)
     with pretending("sm_90"), pretending("gfx942"):
@@ -51,7 +86,8 @@ def test_a_launcher_needs_only_torch_and_triton() -> None:
 import sys
 for name in ("typer", "rich", "nbval", "nbformat", "jupytext", "yaml", "matplotlib", "IPython"):
     sys.modules[name] = None
-import kernels.attention_decode, kernels.cases
+import kernels.cases
+kernels.cases.families()
 loaded = [name for name in sys.modules if name.startswith("course.lab.")]
 assert loaded == ["course.lab.launch"], loaded
 """

@@ -179,7 +179,7 @@ def test_no_markup_is_left_over(pages: Pages) -> None:
         for code in text.find_all(["pre", "code"]):
             code.decompose()
         for found in re.findall(
-            r"<!--\s*(?:solution|kernel|parts|chapters|glossary|resources)", html
+            r"<!--\s*(?:solution|kernel|parts|chapters|glossary|resources|gpu-results)", html
         ):
             left.append(f"{page}: {found}")
         pattern = r"```|:::|\{code-cell\}|\]\(#|\{\.[a-z]|\$\$|\\\(|system-message"

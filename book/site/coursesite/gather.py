@@ -1,7 +1,7 @@
 """Pages that are filled while the book is built: from the catalog, and from files beside chapters.
 
 A page says where with a comment: `<!-- parts -->`, `<!-- chapters: PART -->`, `<!-- glossary -->`,
-`<!-- resources -->`.
+`<!-- resources -->`, `<!-- gpu-results -->`.
 """
 
 import ast
@@ -17,9 +17,12 @@ from sphinxcontrib.bibtex.style.referencing.author_year import AuthorYearReferen
 
 from course import catalog
 from course.lab import table
+from coursesite.measured import gpu_results
 
 BOOK = catalog.ROOT / "book"
-MARK = re.compile(r"^<!-- (parts|chapters|glossary|resources)(?:: (\w+))? -->$", re.MULTILINE)
+MARK = re.compile(
+    r"^<!-- (parts|chapters|glossary|resources|gpu-results)(?:: (\w+))? -->$", re.MULTILINE
+)
 KERNEL = {
     "own": "its own Triton kernel",
     "reuse": "uses another chapter's kernel",
@@ -144,6 +147,7 @@ FILL = {
     "chapters": chapter_list,
     "glossary": glossary,
     "resources": resources,
+    "gpu-results": lambda: gpu_results(BOOK / "results"),
 }
 
 
