@@ -18,6 +18,7 @@ from course.lm.model import (
     rope,
     swiglu,
 )
+from course.lm.text import evaluation_text
 from course.lm.tokenizer import Tokenizer
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "Llama3Rope",
     "Tokenizer",
     "causal_attention",
+    "evaluation_text",
     "generate",
     "load",
     "load_hub",
