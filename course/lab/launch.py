@@ -89,6 +89,12 @@ def arch(device: torch.device) -> str:
     return f"sm_{properties.major}{properties.minor}"
 
 
+def warps(target: str, nbytes: int) -> int:
+    """Warps of a program that reads `nbytes` at once: each thread loads 16 bytes. 1 to 16."""
+    lanes = 64 if target.startswith("gfx") else 32
+    return min(max(nbytes // (16 * lanes), 1), 16)
+
+
 def processors(device: torch.device) -> int:
     """Streaming multiprocessors (compute units on AMD) of `device`; 1 for the interpreter."""
     if device.type != "cuda":

@@ -55,7 +55,7 @@ def assert_every_mutant_is_noticed(
 
     mutants = mutations(original)
     survivors = {mutant.id for i, mutant in enumerate(mutants) if survives(i, mutant)}
-    assert survivors == set(equivalent)
+    assert survivors == set(equivalent), sorted(survivors ^ set(equivalent))
     assert len(equivalent) <= 0.05 * len(mutants)
 
 
