@@ -312,8 +312,10 @@ def _configuration(
     """
     if target == "cpu":  # the interpreter: small blocks, so tests have many
         return 16, {}
+    is_amd = target.startswith("gfx")
     if dtype == torch.float32:  # no tensor core on NVIDIA: register-hungry
         block_t, warps = (16 if head_dim > 64 else 32), 8
     else:
-        block_t, warps = (32 if target.startswith("gfx") else 64), 4
-    return block_t, {"num_warps": warps, "num_stages": 2}
+        block_t, warps = (32 if is_amd else 64), 4
+    # On NVIDIA two stages are one buffer, which cannot be filled and read.
+    return block_t, {"num_warps": warps, "num_stages": 2 if is_amd else 3}

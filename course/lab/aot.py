@@ -171,7 +171,10 @@ def _amd(kernel: Any) -> Resources:
 
 
 def _loops(assembly: str) -> str:
-    """The lines inside loops, from a label to a jump back to it; all lines if there is none."""
+    """The lines inside loops, from a label to a jump back to it; all lines if none of them loads.
+
+    A jump back alone is no loop: a kernel for AMD may have one behind its end.
+    """
     lines = assembly.splitlines()
     labels: dict[str, int] = {}
     inside: set[int] = set()
@@ -180,7 +183,9 @@ def _loops(assembly: str) -> str:
             labels[label[1]] = number
         elif jump := re.search(r"\b(?:bra(?:\.uni)?|s_c?branch\w*)\s+(\$?[.\w]+)", line):
             inside.update(range(labels.get(jump[1], number + 1), number + 1))
-    return "\n".join(lines[number] for number in sorted(inside)) if inside else assembly
+    looped = "\n".join(lines[number] for number in sorted(inside))
+    loads = (_NVIDIA_LOAD, _NVIDIA_COPY, _AMD_LOAD)
+    return looped if any(load.search(looped) for load in loads) else assembly
 
 
 def _wide(widths: list[int]) -> int:

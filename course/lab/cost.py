@@ -52,12 +52,9 @@ def int32_offsets(ttir: str) -> tuple[str, ...]:
     A product is suspicious if it has 32 bits, no factor is a constant or a range of constants,
     and it reaches a pointer offset without passing through a load.
     """
+    # A name may be used again in a region beside its own, so each offset is followed when its
+    # line comes, through what is defined by then.
     operations: dict[str, tuple[str, list[str], str]] = {}
-    for line in ttir.splitlines():
-        if match := _RESULT.match(line):
-            value, operation, rest = match.groups()
-            rest = rest.split(" loc(")[0]
-            operations[value] = (operation, re.findall(r"%[\w.-]+", rest), rest)
 
     def is_fixed(value: str) -> bool:
         while operations.get(value, ("",))[0] in ("tt.splat", "tt.broadcast", "tt.expand_dims"):
@@ -65,10 +62,16 @@ def int32_offsets(ttir: str) -> tuple[str, ...]:
         return operations.get(value, ("",))[0] in ("arith.constant", "tt.make_range")
 
     found: dict[str, None] = {}
-    for operation, operands, _ in list(operations.values()):
+    for line in ttir.splitlines():
+        match = _RESULT.match(line)
+        if not match:
+            continue
+        result, operation, rest = match.groups()
+        rest = rest.split(" loc(")[0]
+        operations[result] = (operation, re.findall(r"%[\w.-]+", rest), rest)
         if operation != "tt.addptr":
             continue
-        reached, todo = set(), [operands[1]]
+        reached, todo = set(), [operations[result][1][1]]
         while todo:
             value = todo.pop()
             if value in reached or value not in operations:

@@ -139,7 +139,7 @@ def notices_launches(module: ModuleType) -> bool:
         want = {"_decode_attention_kernel": (B, 2, splits)}
         if splits > 1:
             want["_decode_merge_kernel"] = (B * 4,)
-        if grids != want or options != [(4, 2), (4, None)][: len(want)]:
+        if grids != want or options != [(4, 3), (4, None)][: len(want)]:
             return True
     return False
 
@@ -189,15 +189,15 @@ def notices_configuration(module: ModuleType) -> bool:
     """The choices that the committed table was compiled from."""
     half, single = torch.float16, torch.float32
     want = {
-        ("sm_80", 128, half): (64, 4),
-        ("sm_90", 64, torch.bfloat16): (64, 4),
-        ("gfx942", 128, half): (32, 4),
-        ("sm_90", 128, single): (16, 8),
-        ("sm_90", 65, single): (16, 8),
-        ("gfx942", 64, single): (32, 8),
+        ("sm_80", 128, half): (64, 4, 3),
+        ("sm_90", 64, torch.bfloat16): (64, 4, 3),
+        ("gfx942", 128, half): (32, 4, 2),
+        ("sm_90", 128, single): (16, 8, 3),
+        ("sm_90", 65, single): (16, 8, 3),
+        ("gfx942", 64, single): (32, 8, 2),
     }
-    for arguments, (block_t, warps) in want.items():
-        options = {"num_warps": warps, "num_stages": 2}
+    for arguments, (block_t, warps, stages) in want.items():
+        options = {"num_warps": warps, "num_stages": stages}
         if module._configuration(*arguments) != (block_t, options):
             return True
     return module._configuration("cpu", 128, half) != (16, {})

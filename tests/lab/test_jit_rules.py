@@ -173,6 +173,22 @@ def kernel(x, out, n, scale, BLOCK: tl.constexpr):
     assert check(module_of(source)).int32_offsets == ("wrong",)
 
 
+def test_int32_offsets_in_the_first_of_two_loops(module_of) -> None:
+    """Triton IR names the values of both loops alike."""
+    source = """
+@triton.jit
+def kernel(x, out, n, scale, BLOCK: tl.constexpr):
+    o = tl.arange(0, BLOCK)
+    for row in range(n):
+        wrong = row * n
+        tl.store(out + wrong + o, scale)
+    for row in range(n):
+        right = row.to(tl.int64) * n
+        tl.store(out + right + o, tl.load(x + right + o))
+"""
+    assert check(module_of(source)).int32_offsets == ("wrong",)
+
+
 def test_an_index_that_was_loaded_is_not_suspicious(module_of) -> None:
     source = """
 @triton.jit
