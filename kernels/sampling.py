@@ -29,8 +29,6 @@ A known bug that this avoids: a threshold alone keeps all tokens that tie with
 the last one, so that top-k = 1 on equal logits samples from the whole row.
 """
 
-import math
-
 import torch
 import triton
 import triton.language as tl
@@ -157,7 +155,8 @@ def _block_weights(
     t = tl.load(temperature + row)
     scale = tl.div_rn(LOG2_E, tl.where(t < GREEDY, 1.0, t))
     bits = tl.exp2((x - high) * scale).to(tl.int32, bitcast=True)
-    return ids, tl.where(bits >= LOWEST, bits, 0)
+    live = (bits >= LOWEST) & (x > -LARGEST)
+    return ids, tl.where(live, bits, 0)
 
 
 @triton.jit
@@ -247,7 +246,8 @@ def _sample_cut_kernel(
     count = tl.sum(counts, 0)
     k = tl.load(top_k + row)
     k = tl.where(k < tl.sum(count), k, 0)
-    bin_k = tl.sum(tl.cumsum(count, reverse=True) >= k) - 1
+    reached = tl.cumsum(count, reverse=True) >= k
+    bin_k = tl.sum(tl.where(reached, 1, 0)) - 1
 
     # Top-p ends at a bin or above if it and those above hold p of the sum:
     # with their weights taken low, the others high, a little for rounding.
@@ -256,8 +256,8 @@ def _sample_cut_kernel(
     here = tl.cumsum(low, reverse=True)
     below = tl.cumsum(high) - high
     parts = _parts(tl.load(top_p + row))
-    enough = here * (16777216.0 - parts) >= below * (1.001 * parts)
-    bin_p = tl.sum(enough) - 1
+    reached = here * (16777216.0 - parts) >= below * (1.001 * parts)
+    bin_p = tl.sum(tl.where(reached, 1, 0)) - 1
 
     first = tl.where(k > 0, bin_k, bin_p)
     taken = tl.sum(tl.where(o_bin[None, :] >= first, counts, 0), 1)
@@ -326,8 +326,9 @@ def _reach(
             if MASS:
                 reached += tl.sum(tl.where(hits, _mass(bits)[:, None], 0), 0)
             else:
-                reached += tl.sum(hits, 0)
-        found += (tl.sum(reached >= target) - 1) << shift
+                reached += tl.sum(tl.where(hits, 1, 0), 0)
+        enough = tl.sum(tl.where(reached >= target, 1, 0))
+        found += (enough - 1) << shift
     return found
 
 
@@ -400,15 +401,24 @@ def _sample_draw_kernel(
     parts = (tl.load(uniform + row) * 16777216.0).to(tl.int64)
     draw = _share(total, tl.minimum(parts, 16777215), 0)
 
-    drawn = NOBODY
-    sums = tl.zeros([TILE], tl.int64)
+    drawn = tl.full([], NOBODY, tl.int32)
+    before = tl.zeros([], tl.int64)
+    seen = tl.zeros([], tl.int32)
     for start in range(0, n, TILE):
         o_c = start + tl.arange(0, TILE)
         bits = tl.load(weights + o_c, mask=o_c < n, other=0)
         token = tl.load(tokens + o_c, mask=o_c < n, other=NOBODY)
         tie = tl.where(bits == border, 1, 0)
-        left = (bits > border) | (tie * tl.cumsum(tie) > 0)
-    return
+        early = seen + tl.cumsum(tie) <= ties
+        left = (bits > border) | ((bits == border) & early)
+        q = tl.where(left, _mass(bits), 0)
+        beyond = before + tl.cumsum(q) > draw
+        drawn = tl.minimum(drawn, tl.min(tl.where(beyond, token, NOBODY)))
+        before += tl.sum(q)
+        seen += tl.sum(tie)
+    is_drawn = tl.load(temperature + row) >= GREEDY
+    is_drawn = is_drawn & (tl.load(ids + row) >= 0)
+    tl.store(ids + row, drawn, mask=is_drawn)
 
 
 def sample_tokens(
@@ -423,7 +433,8 @@ def sample_tokens(
 
     Args:
         logits: [B, V], float16, bfloat16 or float32, V <= 2**18; rows may lie
-            anywhere. NaN counts as -inf, +inf as the largest float32.
+            anywhere. +inf counts as the largest float32, NaN and -inf as the
+            least, which is never drawn.
         uniform: [B] float32, 0 to 1, in units of 2**-24, rounded down; 1
             counts as the unit before it.
         temperature: [B] float32, 0 to 1e5; below 1e-5 the largest logit wins.
@@ -437,7 +448,7 @@ def sample_tokens(
     on a GPU their values are checked in debug mode only.
 
     Returns:
-        ids, int64 [B]; -1 for a row without a logit above -inf.
+        ids, int64 [B]; -1 for a row without a token that can be drawn.
 
     Raises:
         ValueError: an argument breaks one of the rules above.
@@ -465,21 +476,22 @@ def sample_tokens(
         return ids
     block, tile, digit, options = _configuration(arch(device), logits.dtype)
     n_blocks = cdiv(V, block)
-    block_n = next_power_of_2(n_blocks)
     part_max = logits.new_empty((B, n_blocks), dtype=torch.float32)
-    part_id = part_max.new_empty((B, n_blocks), dtype=torch.int32)
-    part_bins = part_id.new_empty((B, n_blocks, BINS.value))
+    part_id = top_k.new_empty((B, n_blocks))
+    part_bins = top_k.new_empty((B, n_blocks, BINS.value))
     part_mass = ids.new_empty((B, n_blocks))
-    offsets = part_id.new_empty((B, n_blocks))
-    state = ids.new_empty((B, 4))
-    weights = part_id.new_empty((B, V))
-    tokens = part_id.new_empty((B, V))
+    cut, chosen, keep = (torch.empty_like(top_k) for _ in range(3))
+    offsets = torch.empty_like(part_id)
+    mass = torch.empty_like(ids)
+    weights = top_k.new_empty((B, V))
+    tokens = torch.empty_like(weights)
+    row = V, logits.stride(0)
+    blocks = {"BLOCK": block, "BLOCK_N": next_power_of_2(n_blocks)}
     _sample_max_kernel[(B, n_blocks)](
         logits,
         part_max,
         part_id,
-        V,
-        logits.stride(0),
+        *row,
         BLOCK=block,
         **options,
     )
@@ -489,55 +501,54 @@ def sample_tokens(
         part_max,
         part_bins,
         part_mass,
-        V,
-        logits.stride(0),
-        BLOCK=block,
-        BLOCK_N=block_n,
+        *row,
+        **blocks,
         **options,
     )
     _sample_cut_kernel[(B,)](
+        part_max,
+        part_id,
         part_bins,
         part_mass,
         top_k,
         top_p,
+        ids,
+        cut,
         offsets,
-        state,
+        chosen,
+        keep,
+        mass,
         n_blocks,
-        BLOCK_N=block_n,
+        BLOCK_N=next_power_of_2(n_blocks),
         num_warps=8,
     )
     _sample_gather_kernel[(B, n_blocks)](
         logits,
         temperature,
         part_max,
+        cut,
         offsets,
-        state,
         weights,
         tokens,
-        V,
-        logits.stride(0),
-        BLOCK=block,
-        BLOCK_N=block_n,
+        *row,
+        **blocks,
         num_warps=8,
     )
     _sample_draw_kernel[(B,)](
         uniform,
         temperature,
-        top_k,
+        keep,
         top_p,
         min_p,
-        part_max,
-        part_id,
-        state,
+        chosen,
+        mass,
         weights,
         tokens,
         ids,
         V,
-        n_blocks,
         DIGIT=digit,
         TILE=tile,
-        BLOCK_N=block_n,
-        num_warps=8,
+        num_warps=4,
     )
     return ids
 
@@ -555,4 +566,4 @@ def _configuration(
     warps = 4 if dtype == torch.float32 else 2
     if target.startswith("gfx"):  # of 64 threads
         warps //= 2
-    return 4096, 1024, 2, {"num_warps": warps}
+    return 4096, 512, 2, {"num_warps": warps}

@@ -35,7 +35,9 @@ def poisoning() -> Iterator[None]:
         def make(*args, **kwargs):
             tensor = original(*args, **kwargs)
             if tensor.is_contiguous() and tensor.numel():
-                tensor.view(-1).view(torch.uint8).fill_(CANARY)
+                # a single element may have any stride, which a change of dtype refuses
+                flat = tensor.view(-1).as_strided((tensor.numel(),), (1,))
+                flat.view(torch.uint8).fill_(CANARY)
             return tensor
 
         return make

@@ -50,6 +50,7 @@ class Benchmark:
         bound: which of the two sets the floor.
         tolerance: largest error against `reference`, as a part of its
             largest value.
+        deterministic: False where the peers draw random numbers of their own.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Benchmark:
     bound: Literal["memory", "compute"]
     tolerance: float
     peers: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    deterministic: bool = True
 
 
 def pairwise(axes: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:

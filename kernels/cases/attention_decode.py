@@ -155,7 +155,10 @@ def _benchmark(
     **peers: Callable[..., torch.Tensor],
 ) -> Benchmark:
     def inputs(
-        generator: torch.Generator, device: torch.device, S: int = S
+        generator: torch.Generator,
+        device: torch.device,
+        B: int = B,
+        S: int = S,
     ) -> tuple[torch.Tensor, ...]:
         def draw(*shape: int) -> torch.Tensor:
             return torch.randn(
@@ -173,7 +176,7 @@ def _benchmark(
     return Benchmark(
         f"B={B}, S={S}, {H}/{kv_heads} heads of {D}, bf16",
         inputs,
-        partial(inputs, S=50),
+        partial(inputs, B=min(B, 2), S=50),
         decode_attention,
         _batched_reference,
         bytes=2 * (2 * keys * D + 2 * B * H * D),

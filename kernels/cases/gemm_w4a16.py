@@ -173,7 +173,7 @@ def _benchmark(
 
     weights = outputs * columns
     return Benchmark(
-        f"{rows} x {columns} by {outputs} x {columns}, groups of {group}, bf16",
+        f"{rows} x {columns} by {outputs} x {columns}, G = {group}, bf16",
         inputs,
         partial(inputs, rows=min(rows, 5), outputs=9, columns=2 * group),
         _ours,

@@ -34,8 +34,8 @@ ONE_ROW = [
     Linear(1, 5, 32, 3, torch.bfloat16, 2, "sliced"),
 ]
 MORE_ROWS = [
-    Linear(3, 16, 64, 2, torch.float16, 1),
-    Linear(17, 17, 32, 3, torch.bfloat16, 2, "sliced"),
+    Linear(17, 16, 64, 2, torch.float16, 1),
+    Linear(3, 17, 32, 3, torch.bfloat16, 2, "sliced"),
 ]
 
 

@@ -9,6 +9,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -40,6 +41,7 @@ from kernels.cases import families
 CONFIG = lm.Config(
     n_layers=2, n_heads=6, n_kv_heads=2, head_dim=16, hidden=64, intermediate=96, vocab=101
 )
+HALF_ERROR = 0.1  # where both sides round activations to float16, each in its own place
 GROUP = 32  # of quantized weights
 MAX_ERROR = 2e-4  # of logits of up to 30; float32 sums in another order
 
@@ -188,27 +190,35 @@ def shared_prefix() -> None:
 
 
 def quantized_weights() -> None:
-    """Against the same codes, expanded and multiplied by torch."""
+    """Against the same codes, expanded and multiplied by torch: five rows at once, then one."""
     ids, positions = prompt(1, 5)
 
     def four_bits(x: Tensor, weight: Tensor, linear: Callable) -> Tensor:
         return linear(x.half(), *quantize.quantize_int4_groups(weight, GROUP)).float()
 
     def eight_bits(x: Tensor, weight: Tensor, linear: Callable) -> Tensor:
-        codes = (*quantize.quantize_int8_rows(x), *quantize.quantize_int8_rows(weight))
-        return linear(codes[0], codes[1], codes[2], codes[3], torch.float16).float()
+        activations, weights = quantize.quantize_int8_rows(x), quantize.quantize_int8_rows(weight)
+        return linear(*activations, *weights).float()
 
-    for seam, ours, theirs, error in (
-        (four_bits, gemm_w4a16.w4a16_linear, gemm_w4a16.w4a16_linear_ref, 0.1),
-        (eight_bits, gemm_w8a8.w8a8_linear, gemm_w8a8.w8a8_linear_ref, 0.1),
+    int4 = partial(gemm_w4a16.w4a16_linear, n_splits=2)
+    for seam, ours, theirs in (
+        (four_bits, int4, gemm_w4a16.w4a16_linear_ref),
+        (eight_bits, gemm_w8a8.w8a8_linear, gemm_w8a8.w8a8_linear_ref),
     ):
+        for tokens in (5, 1):
+            got, want = (
+                model(**KERNELS, linear=lambda x, w, seam=seam, linear=linear: seam(x, w, linear))(
+                    ids[:, :tokens], positions[:, :tokens]
+                )
+                for linear in (ours, theirs)
+            )
+            assert (got - want).abs().max() <= HALF_ERROR < want.std()
 
-        def logits(linear: Callable, seam: Callable = seam) -> Tensor:
-            quantized = model(**KERNELS, linear=lambda x, w: seam(x, w, linear))
-            return quantized(ids, positions)
-
-        want = logits(theirs)
-        assert (logits(ours) - want).abs().max() <= error < want.std()
+    weight = model().layers[0].gate
+    for got, want in zip(
+        quantize.quantize_nf4(weight), quantize.quantize_nf4_ref(weight), strict=True
+    ):
+        assert torch.equal(got, want)
 
 
 def quantized_cache() -> None:
@@ -219,12 +229,8 @@ def quantized_cache() -> None:
     last = positions[:, 19:]
     decoded: dict[bool, list[Tensor]] = {}
     for use_kernel in (True, False):
-        kivi = (
-            kv_quant.kivi_decode_attention if use_kernel else kv_quant.kivi_decode_attention_ref
-        )
-        int8 = (
-            kv_quant.int8_decode_attention if use_kernel else kv_quant.int8_decode_attention_ref
-        )
+        kivi = kv_quant.kivi_decode_attention if use_kernel else kv_quant.kivi_decode_attention_ref
+        int8 = kv_quant.int8_decode_attention if use_kernel else kv_quant.int8_decode_attention_ref
 
         def four_bits(layer: int, q: Tensor, k: Tensor, v: Tensor, attend=kivi) -> Tensor:
             keys, values = cache.k[layer].half(), cache.v[layer].half()
@@ -252,7 +258,7 @@ def quantized_cache() -> None:
             ours(ids[:, 19:], last, attention) for attention in (four_bits, eight_bits)
         ]
     for got, want in zip(decoded[True], decoded[False], strict=True):
-        assert (got - want).abs().max() <= 0.05 < want.std()
+        assert (got - want).abs().max() <= HALF_ERROR < want.std()
 
 
 def other_attention() -> None:
@@ -267,8 +273,9 @@ def other_attention() -> None:
         return attention
 
     want = model()(ids, positions, seam(linear_attention.chunk_linear_attention_ref))
-    got = model(**KERNELS)(ids, positions, seam(linear_attention.chunk_linear_attention))
-    assert_same(got, want)
+    for n_splits in (1, 2):
+        ours = partial(linear_attention.chunk_linear_attention, n_splits=n_splits)
+        assert_same(model(**KERNELS)(ids, positions, seam(ours)), want)
 
 
 def residual_stream() -> None:
