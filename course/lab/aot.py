@@ -90,7 +90,7 @@ def compile_launches(launch: Callable[[], Any], target: str) -> list[Any]:
         Triton's compiled kernels, in order, with `.name`, `.metadata` and `.asm`.
 
     Raises:
-        KernelError: a kernel does not compile.
+        KernelError: a kernel does not compile, or to 64-bit floats.
     """
     compiled: list[Any] = []
     original = KernelInterface.__getitem__
@@ -101,6 +101,11 @@ def compile_launches(launch: Callable[[], Any], target: str) -> list[Any]:
                 compiled.append(kernel.warmup(*args, grid=(1,), **kwargs))
             except Exception as error:
                 raise KernelError(f"{kernel.__name__} on {target}: {error}") from error
+            if re.search(r"\bf64\b|xf64>", compiled[-1].asm["ttir"]):
+                raise KernelError(
+                    f"{kernel.__name__} on {target}: computes in float64, as a Python float "
+                    "below 2**-126 makes it"
+                )
 
         return compile_one
 

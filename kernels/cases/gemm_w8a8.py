@@ -1,4 +1,4 @@
-"""Cases of the int8 product: sizes and layouts, production launches, benchmarks."""
+"""Cases of the 8-bit linear layer: shapes, layouts, launches, benchmarks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,141 +14,148 @@ Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Product:
-    """One call. `layout`: "dense"; "sliced", columns of wider matrices;
-    "shared", one row of x expanded; "shifted", off the 16-byte grid.
+class Linear8:
+    """One call of the 8-bit linear layer.
+
+    `layout` is how x and W lie in memory: "dense"; "sliced", the middle of a
+    wider matrix of 99; "shared", one row expanded; "shifted", off the 16-byte
+    grid.
     """
 
-    M: int
-    N: int
-    K: int
-    dtype: torch.dtype = torch.float16
+    rows: int  # M
+    outputs: int  # N
+    columns: int  # K
+    dtype: torch.dtype = torch.bfloat16
+    n_splits: int | None = None
     layout: str = "dense"
 
 
-# Around tiles of 16 by 16 by 32, those of the interpreter.
-CASES = [
-    Product(**row)
+# The interpreter's blocks: 16 outputs, 16 rows, 64 columns.
+LINEAR8_CASES = [
+    Linear8(**row)
     for row in pairwise(
         {
-            "M": (1, 15, 16, 17, 33),
-            "N": (1, 16, 31, 40),
-            "K": (1, 31, 32, 33, 100),
-            "dtype": (torch.float16, torch.bfloat16, torch.float32),
+            "columns": (1, 63, 64, 65, 150),
+            "rows": (1, 3, 16, 17),
+            "outputs": (1, 5, 16, 17),
+            "dtype": (torch.bfloat16, torch.float16, torch.float32),
+            "n_splits": (None, 2, 3, 32),
             "layout": ("dense", "sliced", "shared", "shifted"),
         }
     )
 ]
 
 
-def product_inputs(
-    case: Product,
+def _laid_out(matrix: torch.Tensor, layout: str) -> torch.Tensor:
+    rows, columns = matrix.shape
+    if layout == "sliced":
+        room = matrix.new_full((rows, columns + 12), 99)
+        room[:, 5 : columns + 5] = matrix
+        return room[:, 5 : columns + 5]
+    if layout == "shared":
+        return matrix[:1].expand(rows, -1)
+    return shifted(matrix) if layout == "shifted" else matrix
+
+
+def linear8_inputs(
+    case: Linear8,
     generator: torch.Generator,
     device: torch.device | str = "cpu",
 ) -> Inputs:
-    """x, x_scales, w and w_scales; codes of the whole range of a byte."""
-    K = case.K
+    """x, its scales, W and its scales; all codes, scales of different sizes."""
 
-    def codes(rows: int) -> torch.Tensor:
-        wide = torch.randint(-128, 128, (rows, 2 * K), generator=generator)
-        wide = wide.to(device, torch.int8)
-        if case.layout == "sliced":
-            return wide[:, K:]
-        return (shifted if case.layout == "shifted" else torch.clone)(
-            wide[:, :K].contiguous()
+    def draw(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        codes = torch.randint(
+            -128, 128, (rows, case.columns), generator=generator
         )
+        codes = codes.to(device, torch.int8)
+        scales = 10 ** (-3 * torch.rand(rows, generator=generator))
+        return _laid_out(codes, case.layout), scales.to(device)
 
-    x, w = codes(case.M), codes(case.N)
-    if case.layout == "shared":
-        x = x[:1].expand(case.M, K)
-    x_scales, w_scales = (
-        torch.rand(n, generator=generator).to(device) / 64
-        for n in (case.M, case.N)
-    )
-    return x, x_scales, w, w_scales
+    return *draw(case.rows), *draw(case.outputs)
 
 
-def _production(M: int, N: int, K: int) -> None:
+def _launch(rows: int, outputs: int, columns: int) -> None:
+    """Call the launcher on tensors without memory, to be compiled only."""
     meta = torch.device("meta")
-    x = torch.empty(M, K, dtype=torch.int8, device=meta)
-    w = torch.empty(N, K, dtype=torch.int8, device=meta)
-    scales = torch.empty(max(M, N), device=meta)
-    w8a8_linear(x, scales[:M], w, scales[:N])
+    x = torch.empty(rows, columns, dtype=torch.int8, device=meta)
+    w = torch.empty(outputs, columns, dtype=torch.int8, device=meta)
+    scales = torch.empty(rows, device=meta), torch.empty(outputs, device=meta)
+    w8a8_linear(x, scales[0], w, scales[1], n_splits=2)
 
 
-STREAMING = ("_w8a8_linear_kernel",)
-TENSOR_CORE = ("_w8a8_linear_kernel",)
+STREAMING = ("_w8a8_gemm_kernel",)
+TENSOR_CORE = ("_w8a8_gemm_kernel",)
 PRODUCTION: dict[str, Callable[[], Any]] = {
-    "Llama-3-8B down projection, one row": partial(
-        _production, 1, 4096, 14_336
-    ),
-    "Llama-3-8B down projection, 4,096 rows": partial(
-        _production, 4096, 4096, 14_336
-    ),
-    "SmolLM2-135M up projection, 512 rows": partial(
-        _production, 512, 1536, 576
-    ),
+    "Llama-3-8B, 16 rows": partial(_launch, 16, 14_336, 4096),
+    "Llama-3-8B, 64 rows": partial(_launch, 64, 14_336, 4096),
+    "Llama-3-8B, 4096 rows": partial(_launch, 4096, 14_336, 4096),
 }
 
 
-def _draw(
-    generator: torch.Generator, device: torch.device, M: int, N: int, K: int
-) -> Inputs:
-    def codes(rows: int) -> torch.Tensor:
-        return torch.randint(
-            -127,
-            128,
-            (rows, K),
-            generator=generator,
-            device=device,
-            dtype=torch.int8,
-        )
-
-    def scales(rows: int) -> torch.Tensor:
-        return torch.rand(rows, generator=generator, device=device) / K
-
-    return codes(M), scales(M), codes(N), scales(N)
+def _ours(x, x_scales, w, w_scales, half_x, half_w):
+    return w8a8_linear(x, x_scales, w, w_scales)
 
 
-def _dequantized(
-    x: torch.Tensor,
-    x_scales: torch.Tensor,
-    w: torch.Tensor,
-    w_scales: torch.Tensor,
-) -> torch.Tensor:
-    """The product of the codes in bfloat16, which holds each of them."""
-    total = x.bfloat16() @ w.bfloat16().T
-    return (total.float() * x_scales[:, None] * w_scales).half()
+def _reference(x, x_scales, w, w_scales, half_x, half_w):
+    """The codes fit bfloat16, so that its product is as fast and all but exact."""
+    total = (x.bfloat16() @ w.bfloat16().T).float()
+    return (total * x_scales[:, None] * w_scales).bfloat16()
 
 
-def _torch_int8(
-    x: torch.Tensor,
-    x_scales: torch.Tensor,
-    w: torch.Tensor,
-    w_scales: torch.Tensor,
-) -> torch.Tensor:
-    """cuBLAS's int8 product, for more than 16 rows."""
+def _cublas_int8(x, x_scales, w, w_scales, half_x, half_w):
     total = torch._int_mm(x, w.T)
-    return (total.float() * x_scales[:, None] * w_scales).half()
+    return (total.float() * x_scales[:, None] * w_scales).bfloat16()
 
 
-def _benchmark(M: int, N: int, K: int, **peers: Callable) -> Benchmark:
+def _cublas_half(x, x_scales, w, w_scales, half_x, half_w):
+    """The same layer at 16 bits."""
+    return half_x @ half_w.T
+
+
+def _benchmark(rows: int, outputs: int, columns: int) -> Benchmark:
+    def inputs(
+        generator: torch.Generator,
+        device: torch.device,
+        rows: int = rows,
+        outputs: int = outputs,
+        columns: int = columns,
+    ) -> tuple[torch.Tensor, ...]:
+        def draw(n: int) -> tuple[torch.Tensor, torch.Tensor]:
+            codes = 254 * torch.rand(
+                n, columns, generator=generator, device=device
+            )
+            scales = torch.rand(n, generator=generator, device=device)
+            return (codes - 127).round().to(torch.int8), scales + 0.5
+
+        (x, x_scales), (w, w_scales) = draw(rows), draw(outputs)
+        half_x = (x * x_scales[:, None]).bfloat16()
+        half_w = (w * w_scales[:, None]).bfloat16()
+        return x, x_scales, w, w_scales, half_x, half_w
+
     return Benchmark(
-        f"{M:,} x {N:,} x {K:,}",
-        partial(_draw, M=M, N=N, K=K),
-        partial(_draw, M=min(M, 20), N=24, K=72),
-        w8a8_linear,
-        _dequantized,
-        bytes=(M + N) * K + 2 * M * N + 4 * (M + N),
+        f"{rows} x {columns} by {outputs} x {columns}",
+        inputs,
+        partial(inputs, rows=min(rows, 20), outputs=24, columns=136),
+        _ours,
+        _reference,
+        bytes=outputs * columns
+        + rows * columns
+        + 2 * rows * outputs
+        + 4 * (rows + outputs),
         # tensor cores do two int8 operations in the time of a bf16 one
-        flops=M * N * K,
-        bound="memory" if M == 1 else "compute",
-        tolerance=1e-2,
-        peers=peers,
+        flops=rows * outputs * columns,
+        bound="memory" if rows <= 64 else "compute",
+        tolerance=1.5e-2,
+        peers={
+            "cuBLAS int8": _cublas_int8,
+            "cuBLAS, all at 16 bits": _cublas_half,
+        },
     )
 
 
 BENCHMARKS = [
+    _benchmark(16, 14_336, 4096),
+    _benchmark(8192, 4096, 4096),
     _benchmark(1, 4096, 4096),
-    _benchmark(4096, 4096, 4096, **{"torch._int_mm": _torch_int8}),
 ]

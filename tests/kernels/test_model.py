@@ -201,9 +201,10 @@ def quantized_weights() -> None:
         return linear(*activations, *weights).float()
 
     int4 = partial(gemm_w4a16.w4a16_linear, n_splits=2)
+    int8 = partial(gemm_w8a8.w8a8_linear, n_splits=2)
     for seam, ours, theirs in (
         (four_bits, int4, gemm_w4a16.w4a16_linear_ref),
-        (eight_bits, gemm_w8a8.w8a8_linear, gemm_w8a8.w8a8_linear_ref),
+        (eight_bits, int8, gemm_w8a8.w8a8_linear_ref),
     ):
         for tokens in (5, 1):
             got, want = (

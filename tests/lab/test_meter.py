@@ -154,6 +154,7 @@ def test_poisoning_reaches_what_a_launcher_allocates() -> None:
         assert torch.empty(2, 2).isnan().all()
         assert torch.empty_like(x).isnan().all()
         assert x.new_empty(4, dtype=torch.float16).isnan().all()
+        assert torch.empty_like(torch.ones(1, 1, 2)[..., 0]).isnan().all()  # last stride 2
     assert torch.empty is empty
 
 

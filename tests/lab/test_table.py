@@ -10,7 +10,7 @@ import triton.language as tl
 
 from course.errors import CourseError
 from course.lab import KernelError, table
-from course.lab.aot import TARGETS, compile_launches, resources
+from course.lab.aot import TARGETS, _loops, compile_launches, resources
 
 WIDE = torch.empty(1 << 20, device="meta", dtype=torch.float16)
 
@@ -79,6 +79,39 @@ def test_spills(target: str, limit: str) -> None:
 def test_what_does_not_compile_is_named() -> None:
     with pytest.raises(KernelError, match="_sum_rows on sm_90"):
         compile_launches(functools.partial(launch_sum, block=1000), "sm_90")
+
+
+@triton.jit
+def _at_least(x, out, BLOCK: tl.constexpr):
+    o = tl.arange(0, BLOCK)
+    tl.store(out + o, tl.maximum(tl.load(x + o), 1e-38))
+
+
+def test_double_precision_by_accident_is_refused() -> None:
+    """The compiler takes a constant that float32 holds as a subnormal only for a float64."""
+    x = torch.empty(64, device="meta")
+    with pytest.raises(KernelError, match="_at_least on sm_90: computes in float64"):
+        compile_launches(lambda: _at_least[(1,)](x, x, BLOCK=64), "sm_90")
+
+
+@triton.jit
+def _copy(x, out, n, BLOCK: tl.constexpr):
+    o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + o, tl.load(x + o, mask=o < n), mask=o < n)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_without_a_loop_all_loads_count(target: str) -> None:
+    (kernel,) = compile_launches(lambda: _copy[(1,)](WIDE, WIDE, 1 << 20, BLOCK=2048), target)
+    assert resources(kernel).wide_loads == 100
+
+
+def test_a_jump_back_without_loads_is_no_loop() -> None:
+    load = "  global_load_dwordx4 v[0:3], v[4:5], off"
+    idle = f"{load}\n.L1:\n  s_nop 0\n  s_branch .L1"
+    assert _loops(idle) == idle
+    loop = f".L1:\n{load}\n  s_branch .L1"
+    assert _loops(f"{load}\n{loop}") == loop
 
 
 ROW = {
