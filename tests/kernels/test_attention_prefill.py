@@ -376,7 +376,7 @@ def test_bad_arguments_are_named(start: str) -> None:
 
 def test_offsets_on_a_gpu_are_looked_at_in_debug_mode_only(monkeypatch) -> None:
     class OnGpu:  # has no values to look at
-        is_cuda = True
+        device = torch.device("cuda")
 
     monkeypatch.delenv("COURSE_KERNEL_DEBUG", raising=False)
     _check_offsets("cu_seqlens_q", OnGpu(), 0, 0, 0)
