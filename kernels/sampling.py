@@ -18,8 +18,9 @@ likely one has q = 0 and is never drawn.
 Through memory: the row three times, the first from memory and the others from
 the cache (8 rows of 49,152 are 1.5 MB, a cache holds 50 MB): for its maximum,
 for a histogram, and to pick the candidates, all that a filter can keep, which
-the search then reads instead of the row. Rarely are they more than a few
-hundred; without any filter they are the row, but then nothing is searched.
+the search then reads instead of the row. With top-k they are hardly more than
+k; top-p on a flat row leaves many, and the search is slow. Without a filter
+they are the row, but then nothing is searched.
 
 How it fills a GPU: the three passes run on all blocks of all rows; only the
 search runs on one program a row. It needs no order: the k-th largest weight is
@@ -107,16 +108,20 @@ def _mass(bits):
 
 
 @triton.jit
-def _share(total, parts, add):
-    """(total * parts + add) >> 24 for parts <= 2**24, without overflow."""
-    rest = (total & 0xFFFFFF) * parts + add
-    return (total >> 24) * parts + (rest >> 24)
+def _parts(x, UP: tl.constexpr):
+    """x in units of 2**-24: rounded up, at least 1, or down, below 2**24."""
+    x = x * 16777216.0
+    down = tl.minimum(x.to(tl.int64), 16777215)
+    return tl.maximum(tl.ceil(x).to(tl.int64), 1) if UP else down
 
 
 @triton.jit
-def _parts(top_p):
-    """top_p in units of 2**-24, rounded up, at least one."""
-    return tl.maximum(tl.ceil(top_p * 16777216.0).to(tl.int64), 1)
+def _share(total, parts, UP: tl.constexpr):
+    """total * parts / 2**24 for parts <= 2**24, rounded up or down."""
+    rest = (total & 0xFFFFFF) * parts  # whole, it would exceed 64 bits
+    if UP:
+        rest += 0xFFFFFF
+    return (total >> 24) * parts + (rest >> 24)
 
 
 @triton.jit
@@ -146,7 +151,7 @@ def _block_weights(
     BLOCK: tl.constexpr,
     BLOCK_N: tl.constexpr,  # power of two, at least n_blocks
 ):
-    """Ids and weights of this program's block as bits, 0 if never drawn."""
+    """Ids and weights of this program's block as bits; below LOWEST: no q."""
     row = tl.program_id(0).to(tl.int64)
     ids, x = _block(logits, V, s_logits, BLOCK)
     # Lanes beyond the last block repeat it.
@@ -155,8 +160,7 @@ def _block_weights(
     t = tl.load(temperature + row)
     scale = tl.div_rn(LOG2_E, tl.where(t < GREEDY, 1.0, t))
     bits = tl.exp2((x - high) * scale).to(tl.int32, bitcast=True)
-    live = (bits >= LOWEST) & (x > -LARGEST)
-    return ids, tl.where(live, bits, 0)
+    return ids, tl.where(x > -LARGEST, bits, 0)
 
 
 @triton.jit
@@ -255,7 +259,7 @@ def _sample_cut_kernel(
     high = count * _mass((o_bin << BIN_BITS) + LOWEST)
     here = tl.cumsum(low, reverse=True)
     below = tl.cumsum(high) - high
-    parts = _parts(tl.load(top_p + row))
+    parts = _parts(tl.load(top_p + row), True)
     reached = here * (16777216.0 - parts) >= below * (1.001 * parts)
     bin_p = tl.sum(tl.where(reached, 1, 0)) - 1
 
@@ -307,6 +311,7 @@ def _reach(
     target,
     wanted,
     MASS: tl.constexpr,  # sum q, or else count
+    STEPS: tl.constexpr,  # 30 / DIGIT
     DIGIT: tl.constexpr,  # bits found in a step
     TILE: tl.constexpr,
 ):
@@ -315,7 +320,7 @@ def _reach(
     0 without a search if it is not wanted.
     """
     found = 0
-    for step in range(0, tl.where(wanted, 30 // DIGIT, 0)):
+    for step in range(0, tl.where(wanted, STEPS, 0)):
         shift = 30 - DIGIT * (step + 1)
         pivots = found + (tl.arange(0, 1 << DIGIT) << shift)
         reached = tl.zeros([1 << DIGIT], tl.int64)
@@ -365,6 +370,7 @@ def _sample_draw_kernel(
     tokens,  # [B, V] int32, dense
     ids,  # [B] int64, changed
     V,
+    STEPS: tl.constexpr,
     DIGIT: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -380,17 +386,17 @@ def _sample_draw_kernel(
 
     k = tl.load(keep + row)
     total = tl.load(mass + row)
-    border = _reach(weights, n, k, k > 0, False, DIGIT, TILE)
+    border = _reach(weights, n, k, k > 0, False, STEPS, DIGIT, TILE)
     above, mass_above, _ = _split(weights, n, border, TILE)
     mass_k = mass_above + (k - above) * _mass(border)
     total = tl.where(k > 0, mass_k, total)
 
-    parts = _parts(tl.load(top_p + row))
-    target = _share(total, parts, 0xFFFFFF)
-    reach = _reach(weights, n, target, parts < 1 << 24, True, DIGIT, TILE)
+    p = tl.load(top_p + row)
+    target = _share(total, _parts(p, True), True)
+    reach = _reach(weights, n, target, p < 1.0, True, STEPS, DIGIT, TILE)
     border = tl.maximum(border, reach)
     _, mass_above, _ = _split(weights, n, border, TILE)
-    each = tl.maximum(_mass(border), 1)  # no division by 0 where all is kept
+    each = _mass(tl.maximum(border, LOWEST))  # not 0 where all is kept
     ties = (target - mass_above + each - 1) // each
 
     least = tl.load(min_p + row).to(tl.int32, bitcast=True)
@@ -398,15 +404,15 @@ def _sample_draw_kernel(
     border = tl.maximum(border, least)
     _, mass_above, equal = _split(weights, n, border, TILE)
     total = mass_above + tl.minimum(ties, equal) * _mass(border)
-    parts = (tl.load(uniform + row) * 16777216.0).to(tl.int64)
-    draw = _share(total, tl.minimum(parts, 16777215), 0)
+    draw = _share(total, _parts(tl.load(uniform + row), False), False)
 
     drawn = tl.full([], NOBODY, tl.int32)
     before = tl.zeros([], tl.int64)
     seen = tl.zeros([], tl.int32)
     for start in range(0, n, TILE):
         o_c = start + tl.arange(0, TILE)
-        bits = tl.load(weights + o_c, mask=o_c < n, other=0)
+        # Lanes from n on, the last ones, have no token and may hold anything.
+        bits = tl.load(weights + o_c, mask=o_c < n)
         token = tl.load(tokens + o_c, mask=o_c < n, other=NOBODY)
         tie = tl.where(bits == border, 1, 0)
         early = seen + tl.cumsum(tie) <= ties
@@ -464,7 +470,7 @@ def sample_tokens(
     for name, tensor, dtype, most in (
         ("uniform", uniform, torch.float32, 1),
         ("temperature", temperature, torch.float32, 100_000),
-        ("top_k", top_k, torch.int32, 2**31 - 1),
+        ("top_k", top_k, torch.int32, NOBODY.value),
         ("top_p", top_p, torch.float32, 1),
         ("min_p", min_p, torch.float32, 1),
     ):
@@ -474,7 +480,7 @@ def sample_tokens(
     ids = torch.full((B,), -1, dtype=torch.int64, device=device)
     if B * V == 0:
         return ids
-    block, tile, digit, options = _configuration(arch(device), logits.dtype)
+    block, options, search = _configuration(arch(device), logits.dtype)
     n_blocks = cdiv(V, block)
     part_max = logits.new_empty((B, n_blocks), dtype=torch.float32)
     part_id = top_k.new_empty((B, n_blocks))
@@ -546,24 +552,23 @@ def sample_tokens(
         tokens,
         ids,
         V,
-        DIGIT=digit,
-        TILE=tile,
-        num_warps=4,
+        **search,
     )
     return ids
 
 
 def _configuration(
     target: str, dtype: torch.dtype
-) -> tuple[int, int, int, dict[str, int]]:
-    """Tokens a block, candidates a tile, bits a step, launch options.
+) -> tuple[int, dict[str, int], dict[str, int]]:
+    """Tokens a block, launch options, and how the candidates are searched.
 
     A thread loads 128 bytes of logits at once. Few bits a step: a tile is
     compared with 2 ** bits pivots, which costs more than to read it again.
     """
     if target == "cpu":  # the interpreter: small blocks, few steps
-        return 32, 16, 10, {}
+        return 32, {}, {"STEPS": 3, "DIGIT": 10, "TILE": 16}
     warps = 4 if dtype == torch.float32 else 2
     if target.startswith("gfx"):  # of 64 threads
         warps //= 2
-    return 4096, 512, 2, {"num_warps": warps}
+    search = {"STEPS": 15, "DIGIT": 2, "TILE": 512, "num_warps": 4}
+    return 4096, {"num_warps": warps}, search

@@ -98,21 +98,24 @@ def _parses(source: str) -> bool:
 
 class _Finder:
     def __init__(self, source: str) -> None:
-        self.source = source
-        self.lines = source.encode().splitlines(keepends=True)
+        self.raw = source.encode()
         self.tree = ast.parse(source)
+        self.line_starts = [0]  # in bytes, as the columns of the syntax tree are
+        for line in self.raw.splitlines(keepends=True):
+            self.line_starts.append(self.line_starts[-1] + len(line))
+
+    def span(self, node: ast.AST) -> slice:
+        line, column, end_line, end_column = _place(node)
+        return slice(
+            self.line_starts[line - 1] + column, self.line_starts[end_line - 1] + end_column
+        )
 
     def replace(self, node: ast.AST, text: str) -> str:
-        offsets = [0]
-        for line in self.lines:
-            offsets.append(offsets[-1] + len(line))
-        raw = self.source.encode()
-        start = offsets[node.lineno - 1] + node.col_offset  # type: ignore[attr-defined]
-        end = offsets[node.end_lineno - 1] + node.end_col_offset  # type: ignore[attr-defined]
-        return (raw[:start] + text.encode() + raw[end:]).decode()
+        span = self.span(node)
+        return (self.raw[: span.start] + text.encode() + self.raw[span.stop :]).decode()
 
     def text(self, node: ast.AST) -> str:
-        return ast.get_source_segment(self.source, node) or ast.unparse(node)
+        return self.raw[self.span(node)].decode()
 
     def operand(self, node: ast.AST) -> str:
         """The text, in the parentheses that the syntax tree does not keep."""
