@@ -37,10 +37,12 @@ import triton.language as tl
 from course.lab.launch import (
     arch,
     cdiv,
+    check_splits,
     check_tensor,
     check_values,
     next_power_of_2,
     processors,
+    query_group,
 )
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -360,16 +362,8 @@ def _check(
     check_tensor(f"{prefix}v", v, (P, kv_heads, D), (q.dtype,), q.device)
     if not 1 <= D <= MAX_HEAD_DIM:
         raise ValueError(f"q: head_dim {D} must be 1 to {MAX_HEAD_DIM}")
-    group = H // max(kv_heads, 1)
-    if group * kv_heads != H or group > MAX_GROUP:
-        raise ValueError(
-            f"{prefix}k: {kv_heads} KV heads must divide the {H} query heads "
-            f"of q into groups of at most {MAX_GROUP}"
-        )
-    if n_splits is not None and not 1 <= n_splits <= MAX_SPLITS:
-        raise ValueError(
-            f"n_splits: {n_splits} must be None or 1 to {MAX_SPLITS}"
-        )
+    query_group(f"{prefix}k", H, kv_heads, MAX_GROUP)
+    check_splits(n_splits, MAX_SPLITS)
 
 
 def _attend(

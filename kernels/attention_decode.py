@@ -29,10 +29,12 @@ import triton.language as tl
 from course.lab.launch import (
     arch,
     cdiv,
+    check_splits,
     check_tensor,
     check_values,
     next_power_of_2,
     processors,
+    query_group,
 )
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -253,16 +255,8 @@ def decode_attention(
     check_values("seq_lens", seq_lens, 0, S)
     if not 1 <= D <= MAX_HEAD_DIM:
         raise ValueError(f"q: head_dim {D} must be 1 to {MAX_HEAD_DIM}")
-    group = H // max(kv_heads, 1)
-    if group * kv_heads != H or group > MAX_GROUP:
-        raise ValueError(
-            f"k: {kv_heads} KV heads must divide the {H} query heads of q "
-            f"into groups of at most {MAX_GROUP}"
-        )
-    if n_splits is not None and not 1 <= n_splits <= MAX_SPLITS:
-        raise ValueError(
-            f"n_splits: {n_splits} must be None or 1 to {MAX_SPLITS}"
-        )
+    group = query_group("k", H, kv_heads, MAX_GROUP)
+    check_splits(n_splits, MAX_SPLITS)
 
     out = torch.empty(B, H, D, dtype=q.dtype, device=q.device)
     lse = torch.empty(B, H, dtype=torch.float32, device=q.device)

@@ -37,10 +37,12 @@ import triton.language as tl
 from course.lab.launch import (
     arch,
     cdiv,
+    check_splits,
     check_tensor,
     check_values,
     next_power_of_2,
     processors,
+    query_group,
     reads_values,
 )
 from kernels.attention_decode import merge_splits
@@ -642,16 +644,8 @@ def _check_cache(
             f"k_pages: shape {list(k_pages.shape)} must have a page of a slot"
         )
     kv_heads = k_pages.shape[2]
-    group = H // max(kv_heads, 1)
-    if group * kv_heads != H or group > MAX_GROUP:
-        raise ValueError(
-            f"k_pages: {kv_heads} KV heads must divide the {H} query heads of "
-            f"q into groups of at most {MAX_GROUP}"
-        )
-    if n_splits is not None and not 1 <= n_splits <= MAX_SPLITS:
-        raise ValueError(
-            f"n_splits: {n_splits} must be None or 1 to {MAX_SPLITS}"
-        )
+    group = query_group("k_pages", H, kv_heads, MAX_GROUP)
+    check_splits(n_splits, MAX_SPLITS)
     return group
 
 

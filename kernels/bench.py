@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -179,7 +180,7 @@ def measure(
             left_out[name] = str(problem).strip().splitlines()[0][:200]
             continue
         calls[name] = [
-            lambda f=function, x=x: f(*x)  # type: ignore[misc]
+            partial(function, *x)
             for _ in range(cdiv(16, sets))
             for x in inputs
         ]

@@ -38,6 +38,7 @@ import triton.language as tl
 from course.lab.launch import (
     arch,
     cdiv,
+    check_splits,
     check_tensor,
     check_values,
     next_power_of_2,
@@ -341,10 +342,7 @@ def linear_token_nll(
     Language Models, https://arxiv.org/abs/2411.09009.
     """
     _check(hidden, weight, targets, ignore_index)
-    if n_splits is not None and not 1 <= n_splits <= MAX_SPLITS:
-        raise ValueError(
-            f"n_splits: {n_splits} must be None or 1 to {MAX_SPLITS}"
-        )
+    check_splits(n_splits, MAX_SPLITS)
     (T, D), V = hidden.shape, weight.shape[0]
     nll = torch.empty(T, dtype=torch.float32, device=hidden.device)
     lse = torch.empty_like(nll)

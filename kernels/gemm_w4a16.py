@@ -28,7 +28,13 @@ import torch
 import triton
 import triton.language as tl
 
-from course.lab.launch import arch, cdiv, check_tensor, processors
+from course.lab.launch import (
+    arch,
+    cdiv,
+    check_splits,
+    check_tensor,
+    processors,
+)
 
 DTYPES = (torch.float16, torch.bfloat16)
 MAX_SPLITS = 32
@@ -263,10 +269,7 @@ def w4a16_linear(
             f"codes: row stride {codes.stride(0)} and offset "
             f"{codes.storage_offset()} must be multiples of 16"
         )
-    if n_splits is not None and not 1 <= n_splits <= MAX_SPLITS:
-        raise ValueError(
-            f"n_splits: {n_splits} must be None or 1 to {MAX_SPLITS}"
-        )
+    check_splits(n_splits, MAX_SPLITS)
 
     out = torch.empty(M, N, dtype=x.dtype, device=x.device)
     if out.numel() == 0:

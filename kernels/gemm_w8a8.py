@@ -23,7 +23,13 @@ import torch
 import triton
 import triton.language as tl
 
-from course.lab.launch import arch, cdiv, check_tensor, processors
+from course.lab.launch import (
+    arch,
+    cdiv,
+    check_splits,
+    check_tensor,
+    processors,
+)
 
 OUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_K = 131_071  # 128 * 128 * MAX_K fits int32
@@ -164,10 +170,7 @@ def w8a8_linear(
     if dtype not in OUT_DTYPES:
         names = " or ".join(map(str, OUT_DTYPES))
         raise ValueError(f"dtype: {dtype} must be {names}")
-    if n_splits is not None and not 1 <= n_splits <= MAX_SPLITS:
-        raise ValueError(
-            f"n_splits: {n_splits} must be None or 1 to {MAX_SPLITS}"
-        )
+    check_splits(n_splits, MAX_SPLITS)
 
     out = torch.empty(M, N, dtype=dtype, device=x.device)
     if out.numel() == 0:

@@ -40,10 +40,12 @@ import triton.language as tl
 from course.lab.launch import (
     arch,
     cdiv,
+    check_splits,
     check_tensor,
     check_values,
     next_power_of_2,
     processors,
+    query_group,
 )
 from kernels.attention_decode import merge_splits
 
@@ -748,16 +750,8 @@ def _query_heads(
     """Query heads per KV head. Raises ValueError beyond the claim."""
     if not 1 <= head_dim <= MAX_HEAD_DIM:
         raise ValueError(f"q: head_dim {head_dim} must be 1 to {MAX_HEAD_DIM}")
-    group = heads // max(kv_heads, 1)
-    if group * kv_heads != heads or group > MAX_GROUP:
-        raise ValueError(
-            f"{name}: {kv_heads} KV heads must divide the {heads} query heads "
-            f"of q into groups of at most {MAX_GROUP}"
-        )
-    if n_splits is not None and not 1 <= n_splits <= MAX_SPLITS:
-        raise ValueError(
-            f"n_splits: {n_splits} must be None or 1 to {MAX_SPLITS}"
-        )
+    group = query_group(name, heads, kv_heads, MAX_GROUP)
+    check_splits(n_splits, MAX_SPLITS)
     return group
 
 

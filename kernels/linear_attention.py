@@ -41,6 +41,7 @@ import triton.language as tl
 from course.lab.launch import (
     arch,
     cdiv,
+    check_splits,
     check_tensor,
     check_values,
     next_power_of_2,
@@ -361,7 +362,7 @@ def chunk_linear_attention(
     if decay is not None:
         shape = (H,) if decay.dim() == 1 else (B, T, H)
         check_tensor("decay", decay, shape, single, q.device)
-        check_values("decay", decay, float("-inf"), 0)  # type: ignore
+        check_values("decay", decay, float("-inf"), 0)
         decay = decay.expand(B, T, H)
     first_S = first_z = None
     if state is not None:
@@ -377,10 +378,7 @@ def chunk_linear_attention(
         raise ValueError(
             f"feature_map: {feature_map!r} must be 'elu' or 'identity'"
         )
-    if n_splits is not None and not 1 <= n_splits <= MAX_SPLITS:
-        raise ValueError(
-            f"n_splits: {n_splits} must be None or 1 to {MAX_SPLITS}"
-        )
+    check_splits(n_splits, MAX_SPLITS)
 
     out = torch.empty(B, T, H, Dv, dtype=q.dtype, device=q.device)
     if q.numel() == 0:

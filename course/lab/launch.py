@@ -63,8 +63,8 @@ def reads_values(device: torch.device) -> bool:
     return device.type != "meta"
 
 
-def check_values(name: str, tensor: torch.Tensor, low: int, high: int) -> None:
-    """Raise ValueError unless every element of an integer tensor is in low <= x <= high.
+def check_values(name: str, tensor: torch.Tensor, low: float, high: float) -> None:
+    """Raise ValueError unless every element of a tensor is in low <= x <= high.
 
     On a GPU only if the environment sets COURSE_KERNEL_DEBUG: reading the values makes the host
     wait for the device. Tensors without memory (meta) are never read.
@@ -77,6 +77,27 @@ def check_values(name: str, tensor: torch.Tensor, low: int, high: int) -> None:
         raise ValueError(
             f"{name}: {tensor[tuple(place)].item()} at {place} must be {low} to {high}"
         )
+
+
+def query_group(name: str, heads: int, kv_heads: int, largest: int) -> int:
+    """Query heads per KV head; ValueError unless they divide, into groups of at most `largest`.
+
+    Args:
+        name: of the argument that has the KV heads, for the message.
+    """
+    group = heads // max(kv_heads, 1)
+    if group * kv_heads != heads or group > largest:
+        raise ValueError(
+            f"{name}: {kv_heads} KV heads must divide the {heads} query heads of q "
+            f"into groups of at most {largest}"
+        )
+    return group
+
+
+def check_splits(n_splits: int | None, largest: int) -> None:
+    """Raise ValueError unless n_splits is None, the launcher's choice, or 1 to `largest`."""
+    if n_splits is not None and not 1 <= n_splits <= largest:
+        raise ValueError(f"n_splits: {n_splits} must be None or 1 to {largest}")
 
 
 def arch(device: torch.device) -> str:

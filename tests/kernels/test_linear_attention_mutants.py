@@ -32,12 +32,12 @@ FUNCTIONS: dict[str, dict[str, str]] = {  # the mutants that change nothing, and
         "constant#26: 1e+37 to 2e+37": "any finite ceiling: what it multiplies is 0",
     },
     "chunk_linear_attention": {
-        "operator#13: - to +": "rows of scratch memory beyond the last that is used",
-        "constant#14: 1 to 0": "a row of scratch memory beyond the last that is used",
+        "operator#11: - to +": "rows of scratch memory beyond the last that is used",
+        "constant#13: 1 to 0": "a row of scratch memory beyond the last that is used",
         "out.new_empty#3: swap the first two arguments": "a dense buffer of the same size",
         "out.new_empty#4: swap the first two arguments": "a dense buffer of the same size",
+        "constant#17: 0 to 1": "the stride of a decay that is not there",
         "constant#18: 0 to 1": "the stride of a decay that is not there",
-        "constant#19: 0 to 1": "the stride of a decay that is not there",
     },
     "_configuration": {},
 }

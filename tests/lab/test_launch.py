@@ -9,11 +9,14 @@ import torch
 from course.lab.launch import (
     arch,
     cdiv,
+    check_splits,
     check_tensor,
     check_values,
     next_power_of_2,
     pretending,
     processors,
+    query_group,
+    warps,
 )
 
 CPU = torch.device("cpu")
@@ -57,6 +60,22 @@ def test_values_are_checked_where_it_costs_no_wait() -> None:
         check_values("ids", ids, 1, 9)
 
 
+def test_heads_form_equal_groups() -> None:
+    assert [query_group("k", 12, n, 12) for n in (1, 3, 12)] == [12, 4, 1]
+    assert query_group("k", 0, 2, 8) == 0
+    for heads, kv_heads, largest in ((12, 5, 12), (12, 0, 12), (12, 2, 5), (2, 4, 8)):
+        with pytest.raises(ValueError, match=rf"^k: {kv_heads} KV heads .* {heads} .* {largest}$"):
+            query_group("k", heads, kv_heads, largest)
+
+
+def test_splits() -> None:
+    for n_splits in (None, 1, 8):
+        check_splits(n_splits, 8)
+    for n_splits in (0, -1, 9):
+        with pytest.raises(ValueError, match=rf"^n_splits: {n_splits} must be None or 1 to 8$"):
+            check_splits(n_splits, 8)
+
+
 class OnGpu(torch.Tensor):
     """A tensor that says that it lives on a GPU, where there is none."""
 
@@ -71,6 +90,11 @@ def test_on_a_gpu_values_are_checked_in_debug_mode_alone(monkeypatch) -> None:
     monkeypatch.setenv("COURSE_KERNEL_DEBUG", "1")
     with pytest.raises(ValueError, match=r"^ids: 7 at"):
         check_values("ids", ids, 0, 1)
+
+
+def test_warps_load_16_bytes_a_thread() -> None:
+    assert [warps("sm_90", n) for n in (0, 512, 1024, 8192, 16_384)] == [1, 1, 2, 16, 16]
+    assert [warps("gfx942", n) for n in (512, 1024, 2048, 16_384)] == [1, 1, 2, 16]
 
 
 def test_targets() -> None:

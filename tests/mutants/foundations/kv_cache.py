@@ -527,6 +527,20 @@ _POSITIONS += [
         "",
         "An empty prompt or a negative count must raise ValueError; yours computes a number.",
     ),
+    (
+        "accepts_an_empty_prompt",
+        "    if prompt_len < 1:\n"
+        '        raise ValueError(f"prompt_len={prompt_len}: must be at least 1")\n',
+        "",
+        "A prompt of no tokens, or of fewer, must raise ValueError; yours computes a number.",
+    ),
+    (
+        "accepts_negative_counts",
+        "    if new_tokens < 0:\n"
+        '        raise ValueError(f"new_tokens={new_tokens}: must not be negative")\n',
+        "",
+        "A negative number of new tokens must raise ValueError; yours computes a number.",
+    ),
 ]
 _BYTES += [
     (
