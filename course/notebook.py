@@ -93,7 +93,10 @@ def tagged(cell: nbformat.NotebookNode) -> list[tuple[str, str]]:
 
 
 def cells(nb: nbformat.NotebookNode, where: str) -> list[Cell]:
-    """The code cells of an author's notebook. CourseError if one lacks a kind or has two."""
+    """The code cells of an author's notebook.
+
+    CourseError if one lacks a kind, has two, or is not Python.
+    """
     out = []
     for index, cell in enumerate(nb.cells):
         if cell.cell_type != "code":
@@ -105,6 +108,14 @@ def cells(nb: nbformat.NotebookNode, where: str) -> list[Cell]:
                 f"{where}: code cell {index} has {problem}; start it with one of `# setup`, "
                 f"`# answer: KEY`, `# check: KEY`, `# predict`, `# demo`, `# gpu` and tag it alike"
             )
+        try:
+            ast.parse(cell.source)
+        except UNPARSABLE as problem:
+            line = (getattr(problem, "text", "") or "").strip()
+            raise CourseError(
+                f"{where}: code cell {index}, {cell.source.splitlines()[0]!r}, is not Python "
+                f"({problem}) {line[:60]!r}; is the fence of the cell closed?"
+            ) from None
         kind, key = kinds.pop()
         varies = "varies" in cell.metadata.get("tags", [])
         out.append(Cell(kind, key, clean(cell.source), index, varies))

@@ -23,23 +23,29 @@ What you build, in one sentence, and the number to beat.
 :tags: [setup]
 
 # setup
+import contextlib
 import importlib.util
+import pathlib
+import subprocess
+import sys
 
 if importlib.util.find_spec("course") is None:  # a bare Colab
-    import subprocess
-    import sys
-
-    URL = "{url}"
-    subprocess.run(["git", "clone", "-q", "--depth", "1", URL], check=True)
-    subprocess.run(
-        [sys.executable, "-m", "pip", "install", "-q", "-e", "course"],
-        check=True,
-    )
-    sys.path.insert(0, "course")
+    home = pathlib.Path("inference-from-scratch").absolute()
+    url = "{url}"
+    if not home.exists():
+        clone = ["git", "clone", "--quiet", "--depth", "1", url, str(home)]
+        subprocess.run(clone, check=True)
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "-e", str(home)]
+    subprocess.run(pip, check=True)
+    sys.path.insert(0, str(home))  # this kernel started before the install
 
 import torch
 
-from course import begin, require, rng, show
+with contextlib.suppress(ImportError):  # Triton exists for Linux only;
+    import triton  # elsewhere all exercises but the last work without it
+    import triton.language as tl
+
+from course import begin, demo, forbid, require, rng, show
 
 begin("{slug}")
 ```

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import dataclasses
+import functools
 import inspect
 import itertools
 import types
@@ -96,8 +97,30 @@ class _Builder(ExactBuilder):
         return super().create_dot(a, b, d, *rest)
 
 
+class _Semantic(TritonSemantic):
+    def binary_op_sanitize_overflow_impl(self, lhs: Any, rhs: Any, binary_op: Callable) -> None:
+        """Refuse a result outside its integer type: Triton's own rule, in one step of NumPy."""
+        kind = lhs.type.scalar
+        if kind.int_bitwidth >= 64:
+            return
+        apply = getattr(np, _NUMPY_NAMES.get(binary_op.__name__, binary_op.__name__))
+        exact = apply(lhs.handle.data.astype(np.int64), rhs.handle.data.astype(np.int64))
+        low, high = kind.get_int_min_value(), kind.get_int_max_value()
+        if exact.size and not (low <= exact.min() and exact.max() <= high):
+            raise OverflowError(
+                f"int{kind.int_bitwidth} overflow detected for operation {binary_op.__name__}"
+            )
+
+
+_NUMPY_NAMES = {"sub": "subtract", "mul": "multiply"}
 BUILDER = _Builder()
-_SEMANTIC = TritonSemantic(BUILDER)
+_SEMANTIC = _Semantic(BUILDER)
+_np_dtypes: dict[str, np.dtype] = {}  # Triton's lookup builds its table anew for each operation
+_slow_np_dtype = triton_interpreter._get_np_dtype
+_TOUCHED = (
+    *(tl, tl.core, tl.math, tl.core.tensor, tl.core.dtype, tl.core.condition),
+    *(tl.core.tensor_descriptor_base, JITFunction, triton_interpreter),
+)
 _rewritten: weakref.WeakKeyDictionary[Callable, types.CodeType] = weakref.WeakKeyDictionary()
 
 
@@ -176,9 +199,9 @@ def _convert(parameter: Any, value: Any) -> Any:
 def _python(kernel: JITFunction) -> Callable:
     """The kernel as a Python function over interpreter tensors, in a copy of its namespace."""
     if kernel.fn not in _rewritten:
-        tree = triton_interpreter.FunctionRewriter.ast_transformer.visit(ast.parse(kernel.src))
+        placed = "\n" * (_first_line(kernel) - 1) + kernel.src  # errors name lines of the file
+        tree = triton_interpreter.FunctionRewriter.ast_transformer.visit(ast.parse(placed))
         ast.fix_missing_locations(tree)
-        ast.increment_lineno(tree, _first_line(kernel) - 1)
         _rewritten[kernel.fn] = compile(tree, kernel.fn.__code__.co_filename, "exec")
     namespace = dict(kernel.get_capture_scope())
     for helper in ("interpreter_semantic", "_InterpreterComparison"):
@@ -192,18 +215,12 @@ def _python(kernel: JITFunction) -> Callable:
 def _interpreting_language() -> Iterator[None]:
     """Make `triton.language` act on NumPy for the length of one launch, and undo all of it.
 
-    Triton patches its language once per function call; once per launch is enough.
+    Triton patches its language once per function call; once per launch is enough, and what it
+    sets is always the same.
     """
-    touched = (
-        *(tl, tl.core, tl.math, tl.core.tensor, tl.core.dtype, tl.core.condition),
-        *(tl.core.tensor_descriptor_base, JITFunction, triton_interpreter),
-    )
-    before = [(owner, dict(vars(owner))) for owner in touched]
-    triton_interpreter.interpreter_builder = BUILDER
-    triton_interpreter.interpreter_semantic = _SEMANTIC
-    triton_interpreter._convert_float = convert_float
-    triton_interpreter._patch_lang(types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
-    tl.core.tensor.__index__ = lambda self: self.handle.data.item()  # 3.6's fails on NumPy 2.4
+    patch, before = _language_patch(), [(owner, dict(vars(owner))) for owner in _TOUCHED]
+    for owner, name, value in patch:
+        setattr(owner, name, value)
     bodies: dict[Callable, Callable] = {}  # functions called by the kernel, tl.sum among them
 
     def call(function: JITFunction, *args: Any, **kwargs: Any) -> Any:
@@ -215,12 +232,45 @@ def _interpreting_language() -> Iterator[None]:
     try:
         yield
     finally:
-        for owner, attributes in before:
-            for key in [key for key in vars(owner) if key not in attributes]:
-                delattr(owner, key)
-            for key, value in attributes.items():
-                if vars(owner).get(key) is not value:
-                    setattr(owner, key, value)
+        _restore(before)
+
+
+def _np_dtype(dtype: Any) -> np.dtype:
+    scalar = dtype.scalar
+    if scalar.is_ptr():
+        return np.dtype(np.uint64)
+    if scalar.name not in _np_dtypes:
+        _np_dtypes[scalar.name] = _slow_np_dtype(scalar)
+    return _np_dtypes[scalar.name]
+
+
+@functools.cache
+def _language_patch() -> list[tuple[Any, str, Any]]:
+    """What Triton sets in its language to run it on NumPy: (owner, name, value)."""
+    before = [(owner, dict(vars(owner))) for owner in _TOUCHED]
+    triton_interpreter.interpreter_builder = BUILDER
+    triton_interpreter.interpreter_semantic = _SEMANTIC
+    triton_interpreter._convert_float = convert_float
+    triton_interpreter._get_np_dtype = _np_dtype
+    triton_interpreter._patch_lang(types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+    tl.core.tensor.__index__ = lambda self: self.handle.data.item()  # 3.6's fails on NumPy 2.4
+    patch = [
+        (owner, name, value)
+        for owner, old in before
+        for name, value in vars(owner).items()
+        if old.get(name) is not value
+    ]
+    _restore(before)
+    return patch
+
+
+def _restore(before: list[tuple[Any, dict[str, Any]]]) -> None:
+    for owner, attributes in before:
+        for name in [name for name in vars(owner) if name not in attributes]:
+            delattr(owner, name)
+        for name, value in attributes.items():
+            if vars(owner).get(name) is not value:
+                setattr(owner, name, value)
 
 
 def _first_line(kernel: JITFunction) -> int:

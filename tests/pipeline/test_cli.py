@@ -252,14 +252,20 @@ def test_doctor_and_kernels():
 def test_new_chapters_record_and_verify(checkout):
     """The skeleton of `course new` is a chapter that already meets every demand."""
     catalog = checkout / "course" / "catalog.yml"
-    done = course(checkout, "new", "serving")
+    with catalog.open("a") as rows:
+        rows.write(
+            "  - {slug: toy, part: foundations, title: A toy, sources: [], prerequisites: [],\n"
+            "     minutes: 5, seconds: 40, kernel: read, status: planned}\n"
+        )
+    done = course(checkout, "new", "toy")
     assert done.returncode == 0, done.stderr
-    head, tail = catalog.read_text().split("slug: serving\n", 1)
-    catalog.write_text(head + "slug: serving\n" + tail.replace("planned", "ready", 1))
-    done = course(checkout, "record", "serving")
+    catalog.write_text(
+        catalog.read_text().replace("kernel: read, status: planned", "kernel: read, status: ready")
+    )
+    done = course(checkout, "record", "toy")
     assert done.returncode == 0, done.stderr
-    done = course(checkout, "verify", "serving")
+    done = course(checkout, "verify", "toy")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "✗" not in done.stdout
-    done = course(checkout, "check", "serving")
+    done = course(checkout, "check", "toy")
     assert done.returncode == 1 and "0 of 1 passed" in done.stdout

@@ -13,8 +13,9 @@ from course.errors import CourseError
 @pytest.fixture
 def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> catalog.Chapter:
     """The skeleton of a new chapter, in a tree of its own."""
-    chapter = dataclasses.replace(catalog.find("serving"), status="ready")
-    monkeypatch.setattr(catalog, "_load", lambda: ("https://example.org", {}, {"serving": chapter}))
+    kv_cache = catalog.find("kv_cache")
+    chapter = dataclasses.replace(kv_cache, slug="toy", prerequisites=(), seconds=40)
+    monkeypatch.setattr(catalog, "_load", lambda: ("https://example.org", {}, {"toy": chapter}))
     for module in (catalog, record, skeleton, verify):
         monkeypatch.setattr(module, "ROOT", tmp_path)
     (tmp_path / "constraints.txt").write_text("torch==1\n")
@@ -93,7 +94,8 @@ def test_sources_that_are_not_python_are_one_line(toy):
         (":tags: [check-first_step]", ":tags: [demo]", "two kinds"),
         ("*Difficulty 1 of 3 · 5 minutes*", "", "needs `### Exercise"),
         ("<!-- solution: first_step -->", "", "exercise cards are for"),
-        ('begin("serving")', 'begin("other")', "must call begin"),
+        ('begin("toy")', 'begin("other")', "must call begin"),
+        ("\n```\n\n## The kernel", "\n\n## The kernel", "is not Python"),
     ],
 )
 def test_refusals_before_anything_runs(toy, old, new, message):
@@ -118,7 +120,7 @@ def test_a_record_is_stable_and_knows_when_it_is_stale(toy):
     ticks = {t.name: t for t in verify.verify(toy)}
     assert not ticks[".md and .ipynb agree"].ok
     assert not ticks["the record is of these sources"].ok
-    assert "course record serving" in ticks["the record is of these sources"].detail
+    assert "course record toy" in ticks["the record is of these sources"].detail
 
 
 def test_verify_sees_what_is_missing(toy):
@@ -133,7 +135,7 @@ def test_verify_sees_what_is_missing(toy):
     toy.second_answers.write_text(toy.second_answers.read_text().replace("x + x", "x + x + 1e-2"))
     crosses = " | ".join(f"{t.name}: {t.detail}" for t in verify.verify(toy) if not t.ok)
     for part in (
-        "course verify serving --fix",
+        "course verify toy --fix",
         "first_step: tripled",
         "listed, but gone: first_step: gone#1",
         "first_step, seed 1",
