@@ -238,6 +238,9 @@ def verify(
     slug: Slug,
     fix: Annotated[bool, typer.Option("--fix", help="Regenerate the stubs first.")] = False,
     execute: Annotated[bool, typer.Option("--execute", help="Run the demos too.")] = False,
+    only: Annotated[
+        str, typer.Option("--only", help="Run one exercise, as its sources are now.")
+    ] = "",
 ) -> None:
     """Author: everything that CI demands of one chapter."""
     from course import verify as verifying
@@ -248,7 +251,11 @@ def verify(
         out.print(f"stubs rewritten: {', '.join(changed) or 'none'}")
     failed = 0
     with _bar(f"verifying {chapter.slug}", None) as advance:
-        for tick in verifying.verify(chapter, execute, advance):
+        for tick in (
+            verifying.exercise(chapter, only, advance)
+            if only
+            else verifying.verify(chapter, execute, advance)
+        ):
             failed += not tick.ok
             mark = MARKS["passed" if tick.ok else "failed"]
             detail = f"  [dim]{escape(tick.detail)}[/]" if tick.detail else ""

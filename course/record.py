@@ -9,7 +9,6 @@ import hashlib
 import re
 import subprocess
 import tempfile
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -67,6 +66,18 @@ def build(
     return _finished(chapter, nb, cells, outputs), new
 
 
+def show_checks(chapter: Chapter, new: Record, worker: Worker, key: str) -> None:
+    """Fill in what the check of one exercise shows with the reference answers; nothing else runs.
+
+    Raises CourseError if it fails or shows nothing.
+    """
+    job = mutants.cells(new, mutants.references(chapter, new), key)
+    ran = worker.run(job, timeout=CELL_TIMEOUT)[key]
+    if ran.error:
+        raise CourseError(f"the check of {key} fails with the reference: {ran.error}")
+    _collect(new.exercise(key), ran.shown)
+
+
 def skeleton(chapter: Chapter, nb: nbformat.NotebookNode, cells: list[Cell]) -> Record:
     """The record before anything ran. CourseError if cards, cells and solutions disagree."""
     cards = notebook.exercises(nb, chapter.md.name)
@@ -89,6 +100,7 @@ def skeleton(chapter: Chapter, nb: nbformat.NotebookNode, cells: list[Cell]) -> 
     for cell in cells:
         if cell.kind == "check":
             checks[cell.key] = checks.get(cell.key, "") + cell.source
+    stand_alone(chapter, cells)
     return Record(
         chapter.slug,
         depends(chapter),
@@ -106,6 +118,50 @@ def skeleton(chapter: Chapter, nb: nbformat.NotebookNode, cells: list[Cell]) -> 
             for card in cards
         ],
     )
+
+
+def stand_alone(chapter: Chapter, cells: list[Cell]) -> None:
+    """CourseError if a check uses a name that only another exercise's check defines."""
+
+    def names(kind: str, key: str, store: bool) -> set[str]:
+        trees = [ast.parse(c.source) for c in cells if (c.kind, c.key) == (kind, key)]
+        return {name for tree in trees for name in (_bound(tree) if store else _used(tree))}
+
+    keys = dict.fromkeys(c.key for c in cells if c.kind == "check")
+    given = names("setup", "", True) | {n for k in keys for n in names("answer", k, True)}
+    for key in keys:
+        missing = names("check", key, False) - names("check", key, True) - given
+        for other in keys:
+            if borrowed := missing & names("check", other, True):
+                raise CourseError(
+                    f"{chapter.md.name}: the check of {key} uses `{min(borrowed)}`, which only "
+                    f"the check of {other} defines, and checks run alone: define it in the setup "
+                    f"cell"
+                )
+
+
+def _bound(tree: ast.AST) -> set[str]:
+    """Every name that a cell binds, in whatever scope: a wide net, so that nothing is refused
+    for a parameter or a loop variable."""
+    bound = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and _stores(n)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            bound.add(node.name)
+        elif isinstance(node, ast.arg):
+            bound.add(node.arg)
+        elif isinstance(node, ast.alias):
+            bound.add((node.asname or node.name).split(".")[0])
+        elif isinstance(node, ast.ExceptHandler) and node.name:
+            bound.add(node.name)
+    return bound
+
+
+def _stores(node: ast.Name) -> bool:
+    return not isinstance(node.ctx, ast.Load)
+
+
+def _used(tree: ast.AST) -> set[str]:
+    return {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and not _stores(n)}
 
 
 def depends(chapter: Chapter) -> str:
@@ -150,7 +206,7 @@ def _needs(chapter: Chapter, key: str, keys: list[str], checks: dict[str, str]) 
     """The other exercises whose names the reference answer or the check of `key` uses."""
 
     def uses(source: str) -> set[str]:
-        return {n.id for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Name)} & set(keys)
+        return _used(ast.parse(source)) & set(keys)
 
     needed: set[str] = set()
     queue = [uses(checks[key]) | uses(solutions.from_file(chapter.solution, key))]
@@ -284,9 +340,15 @@ def _second_runs(chapter: Chapter, new: Record, worker: Worker) -> None:
     """Run setup and checks again: the same under one thread, different under another seed."""
     from course.nbval_plugin import differences
 
-    names = Counter(line["name"] for e in new.exercises for line in e.expected)
-    if twice := [name for name, count in names.items() if count > 1]:
-        raise CourseError(f"{chapter.slug}: two `show` calls use the same name, {twice[0]!r}")
+    shown_by: dict[str, str] = {}
+    for exercise in new.exercises:
+        for name in (line["name"] for line in exercise.expected):
+            if name in shown_by:
+                raise CourseError(
+                    f"{chapter.slug}: two `show` calls use the same name, {name!r}, in the checks "
+                    f"of {shown_by[name]} and {exercise.key}"
+                )
+            shown_by[name] = exercise.key
     job = mutants.cells(new, mutants.references(chapter, new))
     try:
         again, other = (worker.run(job, seed, timeout=CELL_TIMEOUT) for seed in (0, 1))
@@ -303,8 +365,10 @@ def _second_runs(chapter: Chapter, new: Record, worker: Worker) -> None:
                 f"the check of {exercise.key} fails under seed 1: {other[exercise.key].error}"
             )
         moved = {line["name"]: line["values"] for line in other[exercise.key].shown}
-        if moved.keys() != {line["name"] for line in exercise.expected}:
-            raise CourseError(f"the check of {exercise.key} shows other names under seed 1")
+        if changed := moved.keys() ^ {line["name"] for line in exercise.expected}:
+            raise CourseError(
+                f"the check of {exercise.key} shows other names under seed 1: {min(changed)!r}"
+            )
         seeded = [
             line
             for line in exercise.expected

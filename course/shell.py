@@ -175,7 +175,7 @@ def _job(shell, job: dict) -> dict:
     def stop_when_wrong(shown: dict) -> None:
         nonlocal wrong
         want = job["expected"].get(shown["name"])
-        if want and not compare.agree(want["values"], shown["values"], want["tol"]):
+        if want is None or not compare.agree(want["values"], shown["values"], want["tol"]):
             wrong += 1
             if wrong == job["enough"]:
                 raise Mismatch(shown["name"])

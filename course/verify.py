@@ -79,6 +79,24 @@ def verify(
     )
 
 
+def exercise(
+    chapter: Chapter, key: str, progress: Callable[[str], None] = lambda what: None
+) -> Iterator[Tick]:
+    """The runs of one exercise from the sources as they are: nothing is recorded, no demo runs.
+
+    Raises CourseError if the chapter's sources do not fit together.
+    """
+    nb = notebook.read(chapter.md)
+    fresh = record.skeleton(chapter, nb, notebook.cells(nb, chapter.md.name))
+    if key not in fresh.keys:
+        raise CourseError(f"{chapter.slug} has no exercise `{key}`: {', '.join(fresh.keys)}")
+    with Worker() as worker:
+        progress("reference")
+        record.show_checks(chapter, fresh, worker, key)
+        yield from _runs(chapter, fresh, worker, progress, key)
+    yield Tick("time", True, f"{worker.seconds:.0f} worker-seconds")
+
+
 def _stubs(chapter: Chapter, cells: list[notebook.Cell]) -> Tick:
     drifted = [
         cell.key
@@ -143,22 +161,27 @@ def _executed(chapter: Chapter, stored: Record, progress: Callable[[str], None])
 
 
 def _runs(
-    chapter: Chapter, stored: Record, worker: Worker, progress: Callable[[str], None]
+    chapter: Chapter,
+    stored: Record,
+    worker: Worker,
+    progress: Callable[[str], None],
+    only: str | None = None,
 ) -> Iterator[Tick]:
-    """Everything that executes answers, in one warm process."""
+    """Everything that executes answers (of one exercise, with `only`), in one warm process."""
+    keys = [only] if only else stored.keys
     answers = mutants.references(chapter, stored)
     lines = mutants.expected(stored)
     progress("reference")
-    yield _reference(stored, answers, worker)
+    yield _reference(stored, answers, worker, only)
     progress("stubs")
-    yield _stubs_fail(chapter, stored, answers, worker, lines)
-    yield from _written(chapter, stored, answers, worker, lines, progress)
-    yield from _automatic(chapter, stored, answers, worker, lines, progress)
-    yield _second(chapter, stored, answers, worker, progress)
+    yield _stubs_fail(chapter, stored, answers, worker, lines, keys)
+    yield from _written(chapter, stored, answers, worker, lines, progress, keys)
+    yield from _automatic(chapter, stored, answers, worker, lines, progress, keys)
+    yield _second(chapter, stored, answers, worker, progress, only)
 
 
-def _reference(stored: Record, answers: dict[str, str], worker: Worker) -> Tick:
-    ran = worker.run(mutants.cells(stored, answers), timeout=record.CELL_TIMEOUT)
+def _reference(stored: Record, answers: dict[str, str], worker: Worker, only: str | None) -> Tick:
+    ran = worker.run(mutants.cells(stored, answers, only), timeout=record.CELL_TIMEOUT)
     wrong = [f"{k}: {r.error or 'differs'}" for k, r in ran.items() if _fails(r, stored, k)]
     return Tick("the reference passes every check", not wrong, "; ".join(wrong))
 
@@ -173,9 +196,10 @@ def _stubs_fail(
     answers: dict[str, str],
     worker: Worker,
     lines: dict[str, dict],
+    keys: list[str],
 ) -> Tick:
     survivors = []
-    for key in stored.keys:
+    for key in keys:
         stub = mutants.Mutant(key, "stub", solutions.stub(chapter, key), "")
         if not _fails(mutants.attempt(worker, stored, answers, stub, lines), stored, key):
             survivors.append(key)
@@ -189,13 +213,10 @@ def _written(
     worker: Worker,
     lines: dict[str, dict],
     progress: Callable[[str], None],
+    keys: list[str],
 ) -> Iterator[Tick]:
-    wrong = mutants.written(chapter)
-    few = [
-        key
-        for key in stored.keys
-        if sum(m.key == key and not m.shortcut for m in wrong) < MIN_MUTANTS
-    ]
+    wrong = [mutant for mutant in mutants.written(chapter) if mutant.key in keys]
+    few = [key for key in keys if sum(m.key == key and not m.shortcut for m in wrong) < MIN_MUTANTS]
     yield Tick(f"at least {MIN_MUTANTS} mutants per exercise", not few, ", ".join(few))
     survivors = []
     for mutant in wrong:
@@ -218,10 +239,11 @@ def _automatic(
     worker: Worker,
     lines: dict[str, dict],
     progress: Callable[[str], None],
+    keys: list[str],
 ) -> Iterator[Tick]:
     equivalent = mutants.module(chapter).EQUIVALENT
     tried, survivors, stale = 0, [], []
-    for key in stored.keys:
+    for key in keys:
         reasons = dict(equivalent.get(key, {}))
         for mutant in mutants.automatic(chapter, key):
             tried += 1
@@ -232,7 +254,7 @@ def _automatic(
             ):
                 survivors.append(f"{key}: {mutant.name}")
         stale += [f"{key}: {name}" for name in reasons]
-    listed = sum(map(len, equivalent.values()))
+    listed = sum(len(equivalent.get(key, {})) for key in keys)
     yield Tick(
         "every automatic mutant is killed or listed as equivalent",
         not survivors and not stale,
@@ -247,8 +269,10 @@ def _second(
     answers: dict[str, str],
     worker: Worker,
     progress: Callable[[str], None],
+    only: str | None,
 ) -> Tick:
     """A second correct answer to each exercise passes under many seeds."""
+    keys = [only] if only else stored.keys
     path = chapter.second_answers
     name = f"second answers pass under {SEEDS} seeds"
     try:
@@ -260,11 +284,11 @@ def _second(
         progress(f"second answers, seed {seed}")
         try:
             light = seed > MODEL_SEEDS
-            want = worker.run(mutants.cells(stored, answers, light=light), seed, timeout=120)
-            got = worker.run(mutants.cells(stored, others, light=light), seed, timeout=120)
+            want = worker.run(mutants.cells(stored, answers, only, light), seed, timeout=120)
+            got = worker.run(mutants.cells(stored, others, only, light), seed, timeout=120)
         except WorkerLost as lost:
             return Tick(name, False, f"seed {seed}: {lost}")
-        for key in stored.keys:
+        for key in keys:
             change = next(differences(want[key].shown, got[key].shown), got[key].error)
             if change:
                 wrong.append(f"{key}, seed {seed}: {change}")

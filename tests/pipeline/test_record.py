@@ -6,7 +6,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from course import catalog, notebook, record, recordfile, skeleton, verify
+from course import catalog, mutants, notebook, record, recordfile, skeleton, verify
 from course.errors import CourseError
 
 
@@ -142,3 +142,50 @@ def test_verify_sees_what_is_missing(toy):
     ):
         assert part in crosses, crosses
     assert recordfile.load(toy).keys == ["first_step"]
+
+
+def test_a_loop_of_a_check_may_go_on_for_longer_than_the_reference(toy):
+    """The surplus lines are differences like any other."""
+    loop = "for i in range(int(first_step(torch.ones(1)))):\n    show(f'step {i}', i)"
+    edit(toy, CHECK, f"{CHECK}\n{loop}")
+    tripled = next(m for m in record.record(toy).exercises[0].known if m["mutant"] == "tripled")
+    assert tripled["differs"][-1]["name"] == "step 2"
+    assert [t.name for t in verify.verify(toy) if not t.ok] == []
+
+
+def test_one_exercise_is_verified_without_a_record(toy):
+    edit(toy, "## The kernel", demo("raise SystemExit('demos are left out')"))
+    ticks = list(verify.exercise(toy, "first_step"))
+    assert len(ticks) > 5 and all(tick.ok for tick in ticks)
+    assert not toy.record.exists()
+    edit(toy, CHECK, 'show("x", float(first_step(torch.ones(1)) > 0))')
+    crosses = " | ".join(f"{t.name}: {t.detail}" for t in verify.exercise(toy, "first_step"))
+    assert "first_step: tripled" in crosses
+    with pytest.raises(CourseError, match="no exercise `second_step`: first_step"):
+        list(verify.exercise(toy, "second_step"))
+
+
+def test_names_are_not_borrowed_from_another_check():
+    def cells(*sources: str) -> list[notebook.Cell]:
+        kinds = [("setup", ""), ("check", "one"), ("check", "two")]
+        return [
+            notebook.Cell(*k, s, i) for i, (k, s) in enumerate(zip(kinds, sources, strict=True))
+        ]
+
+    chapter = catalog.find("kv_cache")
+    record.stand_alone(chapter, cells("import torch", "def play(x): return x", "torch.ones(1)"))
+    record.stand_alone(chapter, cells("def play(): ...", "play()", "x = play()"))
+    record.stand_alone(chapter, cells("", "x = 1", "[x for x in range(3)]"))
+    with pytest.raises(CourseError, match="check of two uses `play`, which only the check of one"):
+        record.stand_alone(chapter, cells("", "def play(): ...", "play()"))
+
+
+def test_a_mutant_edits_code_and_not_the_docstring(toy):
+    """The docstring of the skeleton says `x` too."""
+    text = toy.mutants.read_text()
+    for old, matches in (("Double", "matches 0 times"), ("x\\n", "ends in a line break")):
+        toy.mutants.write_text(text.replace('"2 * x", "3 * x"', f'"{old}", "3 * x"'))
+        with pytest.raises(CourseError, match=matches):
+            mutants.written(toy)
+    toy.mutants.write_text(text)
+    assert [m.name for m in mutants.written(toy)] == ["not doubled", "tripled"]
