@@ -151,6 +151,10 @@ def _serve() -> None:
         def showtraceback(self, *_: Any, **__: Any) -> None:
             """Nobody reads them here, and they cost 0.1 s each."""
 
+        def _format_exception_for_storage(self, *_: Any, **__: Any) -> None:
+            """Nor in the history. Rendering one keeps the trees of all its cells alive, which
+            each collection of garbage then walks: hundreds of wrong answers get ever slower."""
+
     config = Config()
     config.HistoryManager.enabled = False
     config.InteractiveShell.colors = "nocolor"

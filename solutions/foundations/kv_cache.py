@@ -8,7 +8,15 @@ from kernels.attention_decode import (
     _decode_attention_kernel as decode_attention_kernel,
 )
 
-__all__ = ["decode_attention_kernel"]
+__all__ = [
+    "forward_positions",
+    "kv_bytes_per_token",
+    "LayerKV",
+    "attend",
+    "generate_cached",
+    "max_concurrency",
+    "decode_attention_kernel",
+]
 
 
 def forward_positions(prompt_len: int, new_tokens: int, cached: bool) -> int:
