@@ -6,6 +6,7 @@ kernel at once, cuts floods of output, and gives every check a stable name. Note
 chapters (no `begin("slug")`) are left to plain nbval.
 """
 
+import ast
 import json
 import os
 import queue
@@ -31,6 +32,7 @@ MAX_SAID = 1000  # characters of one value or error that a verdict repeats
 DEFAULT_TIMEOUT = 60.0
 _NBVAL_TIMEOUT = 2000  # nbval's own default, far too long for an exercise
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[@-_]")
+_FRAME = re.compile(r"^\s*Cell In\[(\d+)\], line (\d+)", re.MULTILINE)
 _PRELUDE = f"import course.floodgate; course.floodgate.install({MAX_OUTPUT})"
 _FRESH = "%reset -f"  # a warm kernel must not remember helpers that were deleted since
 
@@ -234,12 +236,21 @@ class ChapterCell(IPyNbCell):
                 raise Verdict("timeout", f"still running after {limit}: an endless loop?") from None
             problem = next((o for o in self.test_outputs if o.output_type == "error"), None)
             if problem is not None:
-                raise Verdict("error", _explain(problem)) from None
+                raise Verdict("error", self._told(problem)) from None
             raise Verdict("mismatch", "\n".join(self.comparison_traceback) or str(error)) from None
         except Exception as problem:  # nbval stumbles over a kernel that ends at the wrong moment
             if not chapter.kernel.is_alive():
                 raise self._died() from None
             raise Verdict("error", f"this cell could not be checked: {problem!r}") from None
+
+    def _told(self, problem: Any) -> str:
+        """An exception in words; in a check also where it came from and what differed before."""
+        text = _explain(problem)
+        if self.kind != "check":
+            return text
+        wrong = next(differences(self.reference, self.shown, only_shown=True), None)
+        parts = [text, *_places(problem, self.cell.source)]
+        return "\n".join([*parts, f"  before that: {wrong}"] if wrong else parts)
 
     def _died(self) -> "Verdict":
         self.parent.dead = f"the kernel died in the cell `{self._label()}`"
@@ -278,15 +289,19 @@ class Verdict(Exception):
 WARM: pytest.StashKey = pytest.StashKey()
 
 
-def differences(expected: list[dict], shown: list[dict]) -> Iterator[str]:
-    """Sentences about every expected line that is missing or differs; extra lines do not matter."""
+def differences(expected: list[dict], shown: list[dict], only_shown: bool = False) -> Iterator[str]:
+    """Sentences about every expected line that differs or, unless `only_shown`, is missing.
+
+    Extra lines do not matter.
+    """
     got = {line["name"]: line for line in shown}
     if not expected:
         yield "this check has no recorded lines to compare with"
     for want in expected:
         have = got.get(want["name"])
         if have is None:
-            yield f"{want['name']}: nothing was shown"
+            if not only_shown:
+                yield f"{want['name']}: nothing was shown"
         elif not compare.agree(want["values"], have["values"], want["tol"]):
             yield (
                 f"{want['name']}\n  expected {compare.line('', want['values'])[2:]}"
@@ -327,7 +342,7 @@ def _is_line(line: Any) -> bool:
 
 
 def _explain(problem: Any) -> str:
-    """One line of an exception, with the line of the learner's cell where it happened."""
+    """An exception in one line."""
     name, value = problem["ename"], cut(plain(problem["evalue"]).strip())
     if name in ("CheckFailed", "KernelError"):
         return value
@@ -336,6 +351,24 @@ def _explain(problem: Any) -> str:
     if name == "SystemExit":
         return f"sys.exit({value}) ends the notebook: return or raise ValueError instead"
     return f"{name}: {value}" if value else name
+
+
+def _places(problem: Any, check: str) -> Iterator[str]:
+    """Where an exception came from: the statement of the check, the line of the answer."""
+    frames = _FRAME.findall(plain("\n".join(problem.get("traceback", []))))
+    if not frames or problem["ename"] in ("CheckFailed", "KernelError", "NotImplementedError"):
+        return
+    (cell, number), deepest = frames[0], frames[-1]
+    for statement in ast.parse(check).body:
+        if statement.lineno <= int(number) <= (statement.end_lineno or 0):
+            match statement:
+                case ast.Expr(ast.Call(ast.Name("show"), [ast.Constant(label), *_])):
+                    yield f"  in the check at show({label!r}, ...)"
+                case _:
+                    said = " ".join((ast.get_source_segment(check, statement) or "").split())
+                    yield f"  in the check at `{said if len(said) < 60 else said[:56] + ' ...'}`"
+    if deepest[0] != cell:
+        yield f"  in line {deepest[1]} of the answer cell"
 
 
 def warm_kernel() -> Any:

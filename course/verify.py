@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from course import mutants, notebook, record, recordfile, solutions
+from course import mistakes, mutants, notebook, record, recordfile, solutions
 from course.catalog import ROOT, Chapter
 from course.errors import CourseError
 from course.nbval_plugin import differences
@@ -15,6 +15,7 @@ SEEDS = 20  # second answers must pass under this many
 MODEL_SEEDS = 1  # and their runs of the real model under the first of them
 MIN_MUTANTS = 2
 MAX_COLUMNS = 79
+UNNAMED = 10  # at most one in so many known mistakes may go without its message
 SLACK = 2  # machines differ; the budget is for the one that records
 REFUSALS = ("CheckFailed", "KernelError")  # how `forbid` and the kernel rules say no
 
@@ -68,6 +69,7 @@ def verify(
     yield _pair(chapter)
     yield _record(chapter, fresh, stored)
     yield _style(chapter, nb, cells)
+    yield _mistakes(stored)
     if execute:
         yield _executed(chapter, stored, progress)
     with Worker() as worker:
@@ -145,6 +147,27 @@ def _style(chapter: Chapter, nb, cells: list[notebook.Cell]) -> Tick:
         if not path.exists():
             problems.append(f"{path.relative_to(ROOT)} is missing")
     return Tick("prose, ledger, glossary and references", not problems, "; ".join(problems))
+
+
+def _mistakes(stored: Record) -> Tick:
+    """Whether a learner who makes a known mistake reads that mistake's message."""
+    confused, nameless, known = [], [], 0
+    for exercise in stored.exercises:
+        expected = {line["name"]: line["values"] for line in exercise.expected}
+        for mistake in exercise.known:
+            known += 1
+            wrong = {line["name"]: line["values"] for line in mistake["differs"]}
+            shown = [{"name": n, "values": wrong.get(n, expected.get(n))} for n in mistake["seen"]]
+            said = mistakes.named(exercise, shown, mistake["error"])
+            if not said:
+                nameless.append(f"{exercise.key}: nothing gives `{mistake['mutant']}` away")
+            elif said != mistake["message"]:
+                confused.append(f"{exercise.key}: `{mistake['mutant']}` gets another's message")
+    return Tick(
+        "known mistakes are told apart",
+        not confused and len(nameless) <= known // UNNAMED,
+        "; ".join(confused + nameless) or f"{known} named",
+    )
 
 
 def _executed(chapter: Chapter, stored: Record, progress: Callable[[str], None]) -> Tick:

@@ -189,3 +189,11 @@ def test_a_mutant_edits_code_and_not_the_docstring(toy):
             mutants.written(toy)
     toy.mutants.write_text(text)
     assert [m.name for m in mutants.written(toy)] == ["not doubled", "tripled"]
+
+
+def test_two_mistakes_that_look_alike_need_one_message(toy):
+    text = toy.mutants.read_text()
+    toy.mutants.write_text(text.replace('"2 * x", "3 * x"', '"2 * x", "x * 1"'))
+    record.record(toy)
+    crosses = [t.detail for t in verify.verify(toy) if not t.ok]
+    assert crosses == ["first_step: `tripled` gets another's message"]
