@@ -75,9 +75,13 @@ def _rounded(x: float) -> float | str:
 
 
 def line(name: str, values: list) -> str:
-    """The text a reader sees: the name, then its values."""
-    words = (f"{v:.{DIGITS}g}" if isinstance(v, float) else str(v) for v in values)
-    return f"{name}: {' '.join(words)}"
+    """The text a reader sees: the name, then its values; a float never looks like an integer."""
+    return f"{name}: {' '.join(map(_word, values))}"
+
+
+def _word(value: int | float | str) -> str:
+    text = f"{value:.{DIGITS}g}" if isinstance(value, float) else str(value)
+    return f"{text}.0" if isinstance(value, float) and text.lstrip("-").isdigit() else text
 
 
 def agree(expected: list, got: list, tol: float) -> bool:

@@ -80,7 +80,8 @@ def int32_offsets(ttir: str) -> tuple[str, ...]:
             operation, inputs, rest = operations[value]
             narrow = re.search(r": (?:tensor<[\dx]*)?i32\b", rest)
             if operation == "arith.muli" and narrow and not any(map(is_fixed, inputs)):
-                found[re.sub(r"_\d+$", "", value.lstrip("%"))] = None
+                name = re.sub(r"_\d+$", "", value.lstrip("%"))
+                found["a product without a name" if name.isdigit() else name] = None
             elif operation != "tt.load":
                 todo += inputs
     return tuple(found)

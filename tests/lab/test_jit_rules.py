@@ -171,6 +171,10 @@ def kernel(x, out, n, scale, BLOCK: tl.constexpr):
     tl.store(right, tl.load(wrong) * scale)
 """
     assert check(module_of(source)).int32_offsets == ("wrong",)
+    inline = source.replace("    wrong = x + row * n + tl.arange(0, BLOCK)\n", "").replace(
+        "tl.load(wrong)", "tl.load(x + (row * n + tl.arange(0, BLOCK)))"
+    )
+    assert check(module_of(inline)).int32_offsets == ("a product without a name",)
 
 
 def test_int32_offsets_in_the_first_of_two_loops(module_of) -> None:

@@ -43,6 +43,11 @@ def test_tokens_keep_shape_kind_and_seven_digits():
     assert compare.tokens("x", torch.ones(2, dtype=torch.bfloat16)) == ["2", 1.0, 1.0]
 
 
+def test_a_float_never_looks_like_an_integer():
+    """Else `expected 3` and `got 3` would be all that a learner reads."""
+    assert compare.line("x", [1, 1.0, -2.0, 0.5, 1e20, "nan"]) == "x: 1 1.0 -2.0 0.5 1e+20 nan"
+
+
 def test_many_integers_become_a_digest_that_sees_every_one():
     a = list(range(100))
     b = [*a[:-1], 100]
