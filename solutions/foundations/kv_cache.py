@@ -9,13 +9,13 @@ from kernels.attention_decode import (
 )
 
 __all__ = [
-    "forward_positions",
-    "kv_bytes_per_token",
     "LayerKV",
     "attend",
-    "generate_cached",
-    "max_concurrency",
     "decode_attention_kernel",
+    "forward_positions",
+    "generate_cached",
+    "kv_bytes_per_token",
+    "max_concurrency",
 ]
 
 
