@@ -223,7 +223,11 @@ class ChapterCell(IPyNbCell):
         self.cell.outputs, self.cell.execution_count = [], 1  # expectations come from the record
         self.output_timeout = 10
         self.shown: list[dict] = []
-        limit = f"{self.config.option.nbval_cell_timeout:g} s"
+        option = self.config.option
+        allowed = option.nbval_cell_timeout
+        if self.kind == "setup":  # it imports torch, and a slow machine is nobody's endless loop
+            option.nbval_cell_timeout = max(allowed, DEFAULT_TIMEOUT)
+        limit = f"{option.nbval_cell_timeout:g} s"
         try:
             super().runtest()
         except KernelDied:
@@ -242,6 +246,8 @@ class ChapterCell(IPyNbCell):
             if not chapter.kernel.is_alive():
                 raise self._died() from None
             raise Verdict("error", f"this cell could not be checked: {problem!r}") from None
+        finally:
+            option.nbval_cell_timeout = allowed
 
     def _told(self, problem: Any) -> str:
         """An exception in words; in a check also where it came from and what differed before."""
