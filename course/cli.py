@@ -13,7 +13,14 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
 from course import catalog
@@ -213,6 +220,64 @@ def status(
                 row.solution_seen,
             )
         out.print(table)
+
+
+@app.command()
+def grade(
+    submissions: Annotated[Path, typer.Argument(help="A folder of folders, notebooks and zips.")],
+    results: Annotated[Path, typer.Option("--out", help="A new folder for the results.")],
+    chapters: Annotated[
+        str, typer.Option(help="Which, with commas. Default: all that anybody handed in.")
+    ] = "",
+    roster: Annotated[
+        Path | None, typer.Option(help="A CSV with a column id (name, email, github).")
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Default: a fresh secret one.", min=0, max=(1 << 62) - 1)
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="Boxes that run at once. Default: one per core.", min=1)
+    ] = None,
+    scheduler: Annotated[str, typer.Option(help="A Dask scheduler, tls://HOST:PORT.")] = "",
+    resume: Annotated[bool, typer.Option("--resume", help="Grade what is missing.")] = False,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds for one run; a cell: a quarter.", min=4)
+    ] = 120,
+    memory: Annotated[float, typer.Option(help="GiB for one run.", min=0.5)] = 3,
+    unsafe: Annotated[
+        bool, typer.Option("--unsafe", help="Run learners' code without the box.")
+    ] = False,
+) -> None:
+    """Grade a class: verdicts, CSV, JUnit and an HTML report. Exit status 1 if some got lost."""
+    from course.grade import batch
+
+    plan = batch.Plan(
+        submissions=submissions,
+        out=results,
+        chapters=[name.strip() for name in chapters.split(",") if name.strip()],
+        roster=roster,
+        seed=seed,
+        workers=workers,
+        scheduler=scheduler,
+        resume=resume,
+        seconds=timeout,
+        memory=int(memory * (1 << 30)),
+        unsafe=unsafe,
+    )
+    columns = [SpinnerColumn(), TextColumn("{task.description}"), BarColumn(20)]
+    columns += [MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("[dim]{task.fields[now]}")]
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
+        task = bar.add_task("preparing", total=None, now="")
+
+        def progress(what: str, done: int, total: int | None, now: str) -> None:
+            bar.update(task, description=what, completed=done, total=total, now=escape(now))
+
+        summary = batch.run(plan, progress)
+    for warning in summary.warnings:
+        err.print(f"course: {warning}", style="yellow", markup=False)
+    out.print(summary.line, markup=False)
+    out.print(f"see {_short(results)}/report/index.html", style="dim", markup=False)
+    raise typer.Exit(1 if summary.lost else 0)
 
 
 @app.command()

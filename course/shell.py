@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import IO, Any
@@ -144,6 +144,20 @@ def _serve() -> None:
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)  # whatever cells print goes nowhere
+    shell = make_shell()
+    for number, line in enumerate(sys.stdin):
+        start = time.process_time()
+        answer = run_job(shell, json.loads(line))
+        answer["seconds"] = time.process_time() - start
+        replies.write(json.dumps(answer) + "\n")
+        replies.flush()
+        if number == 0:  # each reset collects garbage: do not walk torch's modules again
+            gc.collect()
+            gc.freeze()
+
+
+def make_shell() -> Any:
+    """The IPython shell that cells run in: no history, no colours, no tracebacks."""
     from IPython.core.interactiveshell import InteractiveShell
     from traitlets.config import Config
 
@@ -158,19 +172,21 @@ def _serve() -> None:
     config = Config()
     config.HistoryManager.enabled = False
     config.InteractiveShell.colors = "nocolor"
-    shell = Quiet.instance(config=config)
-    for number, line in enumerate(sys.stdin):
-        start = time.process_time()
-        answer = _job(shell, json.loads(line))
-        answer["seconds"] = time.process_time() - start
-        replies.write(json.dumps(answer) + "\n")
-        replies.flush()
-        if number == 0:  # each reset collects garbage: do not walk torch's modules again
-            gc.collect()
-            gc.freeze()
+    return Quiet.instance(config=config)
 
 
-def _job(shell, job: dict) -> dict:
+def execute(shell: Any, source: str) -> str:
+    """Run one cell; return its error as "Type: text", or an empty string."""
+    result = shell.run_cell(source, store_history=True)
+    error = result.error_before_exec or result.error_in_exec
+    return f"{type(error).__name__}: {error}".split("\n")[0][:MAX_ERROR] if error else ""
+
+
+def run_job(shell: Any, job: dict, execute: Callable[[Any, str], str] = execute) -> dict:
+    """Run a job's cells in a fresh namespace; `execute` runs one and returns its error.
+
+    Returns `setup`, the setup cell's error, and `checks`, a `Ran` as a dict for each exercise.
+    """
     from course import compare
     from course.runtime import STATE
 
@@ -186,7 +202,7 @@ def _job(shell, job: dict) -> dict:
 
     os.environ["COURSE_SEED"] = str(job["seed"])
     shell.reset(new_session=False)
-    STATE.listener = stop_when_wrong if job["expected"] is not None else None
+    STATE.listener = stop_when_wrong if job.get("expected") is not None else None
     checks: dict[str, dict] = {}
     broken: dict[str, str] = {}
     parts: dict[str, int] = {}
@@ -195,7 +211,7 @@ def _job(shell, job: dict) -> dict:
             checks.setdefault(key, {"shown": [], "error": broken.get(key, "")})
             continue
         STATE.shown = []
-        error = _execute(shell, source)
+        error = execute(shell, source)
         if kind == "setup" and error:
             return {"setup": error, "checks": {}}
         if kind == "answer" and error:
@@ -206,13 +222,6 @@ def _job(shell, job: dict) -> dict:
             ran["shown"] += [dict(line, part=part) for line in STATE.shown]
             ran["error"] = error
     return {"setup": "", "checks": checks}
-
-
-def _execute(shell, source: str) -> str:
-    """Run one cell; return its error as "Type: text", or an empty string."""
-    result = shell.run_cell(source, store_history=True)
-    error = result.error_before_exec or result.error_in_exec
-    return f"{type(error).__name__}: {error}".split("\n")[0][:MAX_ERROR] if error else ""
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """`make bench`: every measurement, one after the other."""
 
-from course.bench import checks, lm
+from course.bench import checks, grading, lm
 
 if __name__ == "__main__":
     checks.main()
+    grading.main()
     lm.main()
