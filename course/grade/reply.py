@@ -7,7 +7,7 @@ from typing import Any
 
 from course.shell import Ran
 
-INT_DIGITS = 1000  # Python's own limit is 4,300; honest lines show far less
+INT_DIGITS = 1000  # in the box and here; Python's limit is 4,300, honest lines show far less
 _MAX_DEPTH = 16
 # an open string reaches to the end: looking for strings inside it again would be quadratic
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)', re.DOTALL)
