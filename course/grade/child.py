@@ -124,10 +124,11 @@ class Run:
             tasks += status.get("Threads", 0)
         if self.handle >= 0:
             memory += sum(_held(f"/proc/{self.init}/root{path}") for path in ("/tmp", "/dev/shm"))
-        if memory > self.limits.memory:
-            self._end_for_memory()
+        # processes first: a fork bomb's memory is one page counted once for each process
         if tasks > self.limits.processes + _OWN_TASKS:
             self.end(DIED, f"more than {self.limits.processes} processes")
+        if memory > self.limits.memory:
+            self._end_for_memory()
 
     def _end_for_memory(self) -> None:
         self.end(MEMORY, f"more than {self.limits.memory >> 20:,} MiB of memory")
