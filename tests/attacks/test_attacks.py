@@ -15,13 +15,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import filelock
 import pytest
 
 from tests.attacks import toy as toys
 from tests.attacks.toy import NAIVE, NBVAL, OURS, UNSAFE, Attack, Desk, Graded, Toy
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the box needs Linux")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="the box needs Linux"),
+    pytest.mark.xdist_group("attacks"),  # one worker runs them, the other need not wait
+]
+PATIENCE = 120.0  # seconds of a naive grader; attacks that never end say how few suffice
 ATTACKS = [
     Attack(path.stem, importlib.import_module(f"tests.attacks.{path.stem}"))
     for path in sorted(Path(__file__).parent.glob("*.py"))
@@ -33,19 +36,8 @@ CLASSMATES = {"honest": "passed", "wrong": "failed"}
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What all graders said; computed by whichever test process comes first."""
-    base = tmp_path_factory.getbasetemp()
-    if os.environ.get("PYTEST_XDIST_WORKER"):
-        base = base.parent
-    with filelock.FileLock(base / "attacks.lock"):
-        said = base / "attacks.json"
-        if not said.exists():
-            (base / "attacks").mkdir()
-            said.write_text(json.dumps(_everything(base / "attacks")))
-        return json.loads(said.read_text())
-
-
-def _everything(base: Path) -> dict[str, Any]:
+    """What all graders said."""
+    base = tmp_path_factory.mktemp("attacks")
     toy = Toy(base / "course-of-toys")
     toy.write()
     with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(2) as pool:
@@ -132,8 +124,8 @@ def _wanted(name: str) -> tuple[str, float]:
     """The exercise that a submission wants to pass, and how long a naive grader waits for it."""
     for attack in ATTACKS:
         if attack.name == name:
-            return attack.target, getattr(attack.module, "SECONDS", 20.0)
-    return toys.TARGET, 20.0
+            return attack.target, getattr(attack.module, "SECONDS", PATIENCE)
+    return toys.TARGET, PATIENCE
 
 
 def _ids(attacks: list[Attack]) -> list[str]:
@@ -154,7 +146,8 @@ def test_it_defeats_a_naive_grader(attack, found):
     if traces:
         assert all(trace in ended["said"] for trace in traces), ended
     else:
-        assert ended["how"] in ("passed", "hangs", "crashes"), ended
+        endless = hasattr(attack.module, "SECONDS")
+        assert ended["how"] in (("hangs",) if endless else ("passed", "crashes")), ended
 
 
 @pytest.mark.parametrize("attack", AGAINST[UNSAFE], ids=_ids(AGAINST[UNSAFE]))
