@@ -6,7 +6,6 @@ while the trusting graders have their turn beside it.
 
 import hashlib
 import importlib
-import json
 import os
 import socket
 import sys
