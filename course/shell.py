@@ -28,6 +28,7 @@ class Ran:
 
     shown: list[dict] = field(default_factory=list)
     error: str = ""  # "ValueError: text", or empty
+    seconds: float = field(default=0.0, compare=False)  # of its check cells, by the clock
 
 
 class WorkerLost(Exception):
@@ -208,16 +209,18 @@ def run_job(shell: Any, job: dict, execute: Callable[[Any, str], str] = execute)
     parts: dict[str, int] = {}
     for kind, key, source in job["cells"]:
         if kind == "check" and (checks.get(key, {}).get("error") or key in broken):
-            checks.setdefault(key, {"shown": [], "error": broken.get(key, "")})
+            checks.setdefault(key, {"shown": [], "error": broken.get(key, ""), "seconds": 0.0})
             continue
         STATE.shown = []
+        start = time.monotonic()
         error = execute(shell, source)
         if kind == "setup" and error:
             return {"setup": error, "checks": {}}
         if kind == "answer" and error:
             broken[key] = error
         if kind == "check":
-            ran = checks.setdefault(key, {"shown": [], "error": ""})
+            ran = checks.setdefault(key, {"shown": [], "error": "", "seconds": 0.0})
+            ran["seconds"] += time.monotonic() - start
             part = parts[key] = parts.get(key, -1) + 1
             ran["shown"] += [dict(line, part=part) for line in STATE.shown]
             ran["error"] = error

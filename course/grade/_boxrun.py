@@ -116,11 +116,12 @@ def _sent(ran: dict) -> dict:
             len(json.dumps(ran["shown"], ensure_ascii=False, allow_nan=False).encode())
             < CHECK_LIMIT
         ):
-            return {"shown": ran["shown"], "error": error}
+            return {**ran, "error": error}
         problem = f"more than {CHECK_LIMIT >> 10} KiB"
     except (ValueError, TypeError, RecursionError) as unfit:
         problem = f"something that cannot be sent ({type(unfit).__name__})"
-    return {"shown": [], "error": f"ValueError: the check showed {problem}"}
+    error = f"ValueError: the check showed {problem}"
+    return {"shown": [], "error": error, "seconds": ran["seconds"]}
 
 
 if __name__ == "__main__":

@@ -57,15 +57,15 @@ def checks(data: bytes, keys: list[str]) -> dict[str, Ran]:
 
 
 def _ran(value: Any) -> Ran:
-    if not _has(value, {"shown": list, "error": str}):
-        raise Malformed("a check without lines or error")
+    if not _has(value, {"shown": list, "error": str, "seconds": float}):
+        raise Malformed("a check without lines, error or seconds")
     for line in value["shown"]:
         if not (
             _has(line, {"name": str, "values": list, "tol": float, "part": int})
             and all(type(token) in (int, float, str) for token in line["values"])
         ):
             raise Malformed("a line that is none")
-    return Ran(value["shown"], value["error"])
+    return Ran(value["shown"], value["error"], value["seconds"])
 
 
 def _has(value: Any, types: dict[str, type]) -> bool:

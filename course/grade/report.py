@@ -74,7 +74,7 @@ class Class:
 
     rows: list[Row]
     tallies: list[Tally]
-    slowest: list[tuple[float, str, str, str]]  # seconds, id, chapter, what ran
+    slowest: list[tuple[float, str, str, str]]  # seconds, id, chapter, which cells
     copies: dict[str, list[str]]  # exercise -> ids that handed in the same or our answer
 
 
@@ -163,9 +163,11 @@ def _gather(
                     print_ = "ours" if exercise["published"] else exercise["fingerprint"]
                     place.setdefault(print_, []).append(id)
             points[slug] = chapter["points"]
-        slow += [
-            (box["seconds"], id, box["chapter"], box["what"]) for box in results.timing(id)["boxes"]
-        ]
+        for box in results.timing(id)["boxes"]:
+            # a box that ended before its reply has no cells to tell of
+            cells = {f"check: {key}": s for key, s in box["checks"].items()}
+            for what, seconds in (cells or {box["what"]: box["seconds"]}).items():
+                slow.append((seconds, id, box["chapter"], what))
         slow = sorted(slow, reverse=True)[:_SLOWEST]
         rows.append(
             Row(

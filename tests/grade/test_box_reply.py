@@ -8,19 +8,18 @@ import pytest
 from course.grade import reply
 
 LINE = {"name": "a", "values": [1, 2.5, "word"], "tol": 1e-4, "part": 0}
-GOOD = {"setup": "", "checks": {"f": {"shown": [LINE], "error": ""}}}
+GOOD = {"setup": "", "checks": {"f": {"shown": [LINE], "error": "", "seconds": 0.5}}}
 
 
 def bent(**changes) -> bytes:
     """The good reply with other fields in its only line."""
-    return json.dumps(
-        {"setup": "", "checks": {"f": {"shown": [{**LINE, **changes}], "error": ""}}}
-    ).encode()
+    ran = {"shown": [{**LINE, **changes}], "error": "", "seconds": 0.5}
+    return json.dumps({"setup": "", "checks": {"f": ran}}).encode()
 
 
 def test_an_honest_reply_is_read_whole():
     ran = reply.checks(b"\n" + json.dumps(GOOD).encode(), ["f"])["f"]
-    assert ran.shown == [LINE] and ran.error == ""
+    assert ran.shown == [LINE] and (ran.error, ran.seconds) == ("", 0.5)
     assert [type(token) for token in ran.shown[0]["values"]] == [int, float, str]
 
 
@@ -53,7 +52,9 @@ HOSTILE = {
     "tol a word": bent(tol="0"),
     "part a float": bent(part=0.0),
     "an extra field": bent(status="passed"),
-    "error no word": b'{"setup": "", "checks": {"f": {"shown": [], "error": 0}}}',
+    "error no word": b'{"setup": "", "checks": {"f": {"shown": [], "error": 0, "seconds": 0}}}',
+    "no time": b'{"setup": "", "checks": {"f": {"shown": [], "error": ""}}}',
+    "time no number": b'{"setup": "", "checks": {"f": {"shown": [], "error": "", "seconds": ""}}}',
     "exercise missing": b'{"setup": "", "checks": {}}',
     "another exercise": json.dumps(GOOD).replace('"f"', '"g"').encode(),
     "setup failed": b'{"setup": "boom", "checks": {}}',

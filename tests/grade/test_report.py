@@ -46,6 +46,7 @@ def outcome(taught, id: str, passed: set[str], text: str = "", mistake: str = ""
     chapter = {"title": "The KV cache", "file": text, "problem": "", **sums, "exercises": rows}
     verdict = {"id": id, "digest": "", "problem": text, **sums, "chapters": {SLUG: chapter}}
     boxes = [{"chapter": SLUG, "what": "all", "status": "ok", "seconds": len(id), "detail": text}]
+    boxes[0]["checks"] = {} if id == "bob" else {"attend": len(id) - 0.5}
     timing = {"seconds": len(id), "boxes": boxes}
     return grader.Outcome(Submission(id, taught.chapter.md), verdict, timing)
 
@@ -59,7 +60,7 @@ def write(tmp_path, outcomes, references, students=None, guarantees=()) -> repor
         return report.write(kept, ids, students, references, list(guarantees))
 
 
-def test_points_rates_mistakes_and_slowest_runs(tmp_path, taught, references):
+def test_points_rates_mistakes_and_slowest_cells(tmp_path, taught, references):
     keys = set(taught.record.keys)
     outcomes = [
         outcome(taught, "anna", keys),
@@ -77,7 +78,11 @@ def test_points_rates_mistakes_and_slowest_runs(tmp_path, taught, references):
     attend = next(t for t in total.tallies if t.key == "attend")
     assert attend.counts == Counter({"passed": 1, "failed": 2, "not attempted": 1})
     assert attend.rate == 0.25 and attend.mistakes == {"top-left mask": 2}
-    assert [id for _, id, _, _ in total.slowest] == ["carolina", "anna", "bob"]
+    assert [(seconds, id, cells) for seconds, id, _, cells in total.slowest] == [
+        (7.5, "carolina", "check: attend"),
+        (3.5, "anna", "check: attend"),
+        (3, "bob", "all"),  # its box never replied
+    ]
     rows = list(csv.DictReader((tmp_path / "out" / "grades.csv").open(encoding="utf-8")))
     assert [row["total (of 12)"] for row in rows] == ["12", "10", "0", "0"]
     assert [row["kv_cache/attend (of 2)"] for row in rows] == ["2", "0", "0", "0"]
