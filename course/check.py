@@ -19,7 +19,7 @@ from typing import Any
 
 import nbformat
 
-from course import mistakes, notebook, recordfile
+from course import lint, mistakes, notebook, recordfile
 from course.catalog import Chapter
 from course.errors import CourseError
 from course.recordfile import Record, Recorded
@@ -109,6 +109,8 @@ def check(
         outcomes = run(_notebook(record, usable, tried), timeout, kernel, progress)
         for key in tried:
             verdicts[key] = _verdict(record.exercise(key), outcomes[key], learner)
+            if verdicts[key].status == PASSED:
+                verdicts[key].text += _refused_elsewhere(usable[key])
         _rerun_alone(chapter, record, usable, verdicts, timeout, kernel)
     return [verdicts[e.key] for e in asked]
 
@@ -252,6 +254,14 @@ def mistake_of(exercise: Recorded, outcome: dict) -> str:
     """The message of the known mistake that an outcome shows, or an empty string."""
     error = "" if outcome["status"] == "mismatch" else outcome["text"]
     return mistakes.named(exercise, outcome["shown"], error)
+
+
+def _refused_elsewhere(answer: str) -> str:
+    """A line for who hands a right answer in that `course grade` would not run."""
+    with contextlib.suppress(notebook.UNPARSABLE):
+        refused = lint.lint(answer).refused
+        return f"\nbut `course grade` would refuse it: {refused}" if refused else ""
+    return ""
 
 
 def _elsewhere(text: str, learner: nbformat.NotebookNode) -> str:

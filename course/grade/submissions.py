@@ -23,10 +23,9 @@ from pathlib import Path
 
 from nbformat import NotebookNode
 
-from course import catalog, notebook, recordfile
+from course import catalog, lint, notebook, recordfile
 from course.catalog import Chapter
 from course.errors import CourseError
-from course.grade import lint
 from course.recordfile import Record
 
 MAX_FILE = 8 << 20  # bytes of one notebook

@@ -60,6 +60,15 @@ def test_printing_inside_an_answer_does_not_matter(judge):
     ].status == ("passed")
 
 
+def test_a_right_answer_that_grading_would_refuse_says_so(judge):
+    keys = ["max_concurrency", "kv_bytes_per_token"]
+    more = "\nprint(max_concurrency(80e9, 0.9, 16e9, 131_072, 8192))\n"
+    found = judge(answered(max_concurrency=good("max_concurrency") + more), keys)
+    assert {verdict.status for verdict in found.values()} == {"passed"}
+    assert "`course grade` would refuse it: line" in found["max_concurrency"].text
+    assert found["kv_bytes_per_token"].text == ""
+
+
 def test_broken_cells_fail_alone(judge):
     """Syntax error, renamed function, magics, two versions, deleted cell: one verdict each."""
     nb = answered(

@@ -3,7 +3,7 @@
 import pytest
 
 from course import catalog
-from course.grade import lint
+from course import lint
 from tests.grade.classes import School, school
 
 SCHOOL = school()
