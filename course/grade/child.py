@@ -22,6 +22,7 @@ OK, TIMEOUT, MEMORY, OUTPUT, DIED = "ok", "timeout", "memory", "output", "died"
 INFRASTRUCTURE = "infrastructure"
 START_SECONDS = 60.0  # until our own code runs in the box; a host that needs longer is overloaded
 TICK = 0.05  # seconds between two looks at a box
+PATIENCE = 3  # on a busy machine a run may last this many times its limit, waiting for a processor
 _PAUSE = 0.001  # after each read: a box that sends byte by byte must not keep us busy
 _TAIL = 4000  # characters of what a box says on stderr that are kept
 _OWN_TASKS = 2  # bubblewrap's own process in the box, and one for the limit's edge
@@ -56,6 +57,8 @@ class Run:
     said: bytes = b""  # the last of stderr
     heard: int = 0  # bytes of stderr
     stood: bool = False  # our code in the box is ready, no learner's code has run
+    runner: int = 0  # the process that runs the cells, once the box stands
+    starved: float = 0.0  # seconds that it was ready and got no processor: not the learner's
     ended: bool = False  # the reply is complete
     seconds: float = 0.0
     oom_kills: int = field(default_factory=lambda: _oom_kills())
@@ -85,12 +88,14 @@ class Run:
                 time.sleep(_PAUSE)
             if self.data and not self.stood:
                 self.stood, deadline = True, time.monotonic() + self.limits.seconds
+                # bubblewrap's process has one child as yet; without bubblewrap it is the runner
+                self.runner = list(descendants(self.init))[-1]
                 with contextlib.suppress(BrokenPipeError), self.child.stdin as jobs:
                     jobs.write(self.job)
             if gone and not ready:
                 return
             now = time.monotonic()
-            if now > deadline:
+            if now > deadline + self._starved():
                 self._late()
             if now > look:
                 self._watch()
@@ -108,6 +113,12 @@ class Run:
         if max(self.heard, len(self.data)) > self.limits.output:
             self.end(OUTPUT, f"more than {self.limits.output:,} bytes of output")
         return bool(part)
+
+    def _starved(self) -> float:
+        """What the runner has waited so far, up to what patience allows; it may have ended."""
+        if self.stood:
+            self.starved = max(self.starved, waited(self.runner))
+        return min(self.starved, (PATIENCE - 1) * self.limits.seconds)
 
     def _late(self) -> None:
         if self.stood:
@@ -187,6 +198,14 @@ def descendants(pid: int) -> Iterator[int]:
             for task in os.listdir(f"/proc/{pid}/task"):
                 children = Path(f"/proc/{pid}/task/{task}/children").read_text()
                 waiting += map(int, children.split())
+
+
+def waited(pid: int | str) -> float:
+    """Seconds that a process's first thread has waited for a processor; 0.0 where it is unknown."""
+    try:
+        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return 0.0
 
 
 def _status(pid: int) -> dict[str, int]:

@@ -15,6 +15,7 @@ from typing import Any
 
 from course.errors import CourseError
 from course.grade.box import INFRASTRUCTURE, Box, Boxed, Denial, Limits
+from course.grade.child import PATIENCE
 from course.grade.grader import Cells, Executor
 from course.grade.results import code_hash
 from course.shell import Ran
@@ -118,7 +119,7 @@ class Dask:
             "prove": prove and not box.unsafe,
             "course": code_hash(),
         }
-        self._patience = box.limits.seconds + MARGIN
+        self._patience = PATIENCE * box.limits.seconds + MARGIN
         try:
             client.wait_for_workers(1, timeout=MARGIN)
         except TimeoutError:
