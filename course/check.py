@@ -258,7 +258,7 @@ def mistake_of(exercise: Recorded, outcome: dict) -> str:
 
 def _refused_elsewhere(answer: str) -> str:
     """A line for who hands a right answer in that `course grade` would not run."""
-    with contextlib.suppress(notebook.UNPARSABLE):
+    with contextlib.suppress(*notebook.UNPARSABLE):
         refused = lint.lint(answer).refused
         return f"\nbut `course grade` would refuse it: {refused}" if refused else ""
     return ""
