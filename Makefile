@@ -11,14 +11,18 @@ FIRST := kv_cache
 export OMP_WAIT_POLICY := PASSIVE
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup --durations=15
 
-.PHONY: help setup model book test test-all lint start bench bench-gpu notebooks clean
+.PHONY: help setup model book book-zip book-links cards test test-all lint start bench bench-gpu \
+  notebooks clean
 
 help:
 	@echo "make book       build the website into _build/html"
+	@echo "make book-zip   the website as one file that reads offline"
+	@echo "make book-links does every external link answer? (needs a network)"
 	@echo "make test       run the test suite"
 	@echo "make test-all   the same, executing every demo again"
 	@echo "make start      open the first chapter in JupyterLab"
 	@echo "make notebooks  authors: record every ready chapter"
+	@echo "make cards      authors: draw the social cards anew (needs Chromium)"
 	@echo "make lint       ruff and mypy"
 	@echo "make bench      speed against named peers, as ratios"
 	@echo "make bench-gpu  on a CUDA machine: time the kernels (ARGS=--quick)"
@@ -41,6 +45,15 @@ $(VENV)/.model: $(VENV)/.installed
 
 book: setup
 	$(BIN)/python -m course.book
+
+book-zip: setup
+	$(BIN)/python -m course.book --zip _build/inference-from-scratch.zip
+
+book-links: setup
+	$(BIN)/python -m course.book --links
+
+cards: setup
+	$(BIN)/python book/site/cards.py
 
 test: setup
 	$(PYTEST) tests

@@ -1,4 +1,4 @@
-"""Build the website: `python -m course.book [OUT]`.
+"""Build the website: `python -m course.book [OUT]`; `--zip FILE` packs it, `--links` checks links.
 
 Sphinx does the work, through Jupyter Book and the local extension in `book/site/`. Before it, this
 module brings in what the site takes from npm (with the Node of a PyPI wheel, so none has to be
@@ -14,6 +14,7 @@ import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 from filelock import FileLock
@@ -96,11 +97,14 @@ def unrecorded(path: Path) -> str:
     return ""
 
 
-def build(root: Path, out: Path) -> None:
+def build(root: Path, out: Path, builder: str = "html") -> None:
     """Build the site of the checkout `root` into the folder `out`, incrementally.
 
     Any warning of Sphinx fails the build, as does a ready chapter whose notebook is missing or
     lacks its outputs. Raises CourseError.
+
+    Args:
+        builder: `html`, or `linkcheck`, which asks every external address whether it exists.
     """
     for chapter in chapters():
         problem = unrecorded(chapter.ipynb) if chapter.status == "ready" else ""
@@ -110,6 +114,8 @@ def build(root: Path, out: Path) -> None:
                 f"run `course record {chapter.slug}`"
             )
     npm_packages(root)
+    # jsonschema would spend a second on a grammar of addresses, of which none is checked here
+    sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
     try:
         from jupyter_book.sphinx import build_sphinx
     except ImportError:
@@ -117,6 +123,7 @@ def build(root: Path, out: Path) -> None:
     status = build_sphinx(
         root,
         out,
+        builder=builder,
         path_config=root / "_config.yml",
         noconfig=True,
         confoverrides={"latex_individualpages": False, "nitpicky": True},
@@ -127,11 +134,26 @@ def build(root: Path, out: Path) -> None:
     )
     if status:
         raise CourseError("the site did not build: mend what the warnings above name")
-    pages = out / "notebooks"
-    for chapter in chapters():
-        page = (pages / chapter.part / chapter.slug).with_suffix(".html")
-        if chapter.status == "ready" and not page.is_file():
-            raise CourseError(f"{chapter.slug} is ready but has no page: add it to _toc.yml")
+
+
+def pack(site: Path, target: Path) -> None:
+    """Write the site as one zip, whose files lie in one folder; the same site gives the same bytes.
+
+    Raises CourseError if `target` cannot be written; then nothing is left of it.
+    """
+    part = target.with_name(f"{target.name}.part")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with zipfile.ZipFile(part, "w", zipfile.ZIP_DEFLATED) as archive:
+            for path in sorted(path for path in site.rglob("*") if path.is_file()):
+                name = f"{target.stem}/{path.relative_to(site).as_posix()}"
+                entry = zipfile.ZipInfo(name)  # a fixed date, no owner
+                entry.compress_type = zipfile.ZIP_DEFLATED
+                archive.writestr(entry, path.read_bytes())
+        part.replace(target)
+    except OSError as problem:
+        part.unlink(missing_ok=True)
+        raise CourseError(f"{target} cannot be written: {problem.strerror}") from None
 
 
 def main() -> int:
@@ -139,13 +161,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m course.book", description="Build the site.")
     parser.add_argument("out", nargs="?", type=Path, default=OUT, help="folder for the HTML")
     parser.add_argument("--fresh", action="store_true", help="build from empty")
+    parser.add_argument("--zip", type=Path, metavar="FILE", help="also write the site as one zip")
+    parser.add_argument("--links", action="store_true", help="check external links instead")
     options = parser.parse_args()
     out = options.out.resolve()
     if options.fresh:
         for folder in (out, out.parent / f".doctrees-{out.name}"):
             shutil.rmtree(folder, ignore_errors=True)
     try:
+        if options.links:
+            build(ROOT, out.with_name("links"), "linkcheck")
+            print("Every external link answers.")
+            return 0
         build(ROOT, out)
+        if options.zip:
+            pack(out, options.zip)
+            print(f"{options.zip} reads offline: unpack it and open index.html.")
     except CourseError as problem:
         print(f"book: {problem}", file=sys.stderr)
         return 2

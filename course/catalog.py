@@ -14,7 +14,11 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @dataclass(frozen=True)
 class Chapter:
-    """One row of the catalog. `minutes` is the learner's time, `seconds` the CI budget."""
+    """One row of the catalog.
+
+    `minutes` is the learner's time, `seconds` the CI budget, `about` one sentence for search
+    engines and part pages, which every ready chapter has.
+    """
 
     slug: str
     part: str
@@ -25,6 +29,7 @@ class Chapter:
     seconds: int
     kernel: str
     status: str
+    about: str = ""
 
     @property
     def md(self) -> Path:

@@ -1,8 +1,9 @@
 """`make bench`: every measurement, one after the other."""
 
-from course.bench import checks, grading, lm
+from course.bench import checks, grading, lm, serving
 
 if __name__ == "__main__":
     checks.main()
     grading.main()
     lm.main()
+    serving.main()

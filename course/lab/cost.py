@@ -71,17 +71,20 @@ def int32_offsets(ttir: str) -> tuple[str, ...]:
         operations[result] = (operation, re.findall(r"%[\w.-]+", rest), rest)
         if operation != "tt.addptr":
             continue
-        reached, todo = set(), [operations[result][1][1]]
+        # What a 64-bit product scales is an index, such as a row before it meets its stride: it
+        # counts rows, which fit, and was wide before it could grow.
+        reached, todo = set(), [(operations[result][1][1], False)]
         while todo:
-            value = todo.pop()
-            if value in reached or value not in operations:
+            value, scaled = todo.pop()
+            if (value, scaled) in reached or value not in operations:
                 continue
-            reached.add(value)
+            reached.add((value, scaled))
             operation, inputs, rest = operations[value]
             narrow = re.search(r": (?:tensor<[\dx]*)?i32\b", rest)
-            if operation == "arith.muli" and narrow and not any(map(is_fixed, inputs)):
+            product = operation == "arith.muli" and not any(map(is_fixed, inputs))
+            if product and narrow:
                 name = re.sub(r"_\d+$", "", value.lstrip("%"))
                 found["a product without a name" if name.isdigit() else name] = None
-            elif operation != "tt.load":
-                todo += inputs
+            elif operation != "tt.load" and not (scaled and operation == "arith.extsi"):
+                todo += [(one, scaled or product) for one in inputs]
     return tuple(found)

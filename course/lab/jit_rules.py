@@ -248,6 +248,7 @@ class _Worker:
 
     def __init__(self) -> None:
         self.owner = os.getpid()
+        self.replies: dict[str, str] = {}  # the same kernel is asked about under each seed
         self.process = subprocess.Popen(
             [sys.executable, "-P", str(Path(__file__).with_name("_worker.py"))],
             stdin=subprocess.PIPE,
@@ -266,9 +267,12 @@ class _Worker:
         return worker
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        asked = json.dumps(request)
+        if asked in self.replies:
+            return json.loads(self.replies[asked])
         stdin, stdout = self.process.stdin, self.process.stdout
         assert stdin and stdout
-        stdin.write(json.dumps(request) + "\n")
+        stdin.write(asked + "\n")
         stdin.flush()
         ready, _, _ = select.select([stdout], [], [], COMPILE_SECONDS)
         line = stdout.readline() if ready else ""
@@ -276,4 +280,5 @@ class _Worker:
             self.process.kill()
             self.process.wait()
             raise KernelError(f"{request['name']}: the compiler crashed or took too long")
+        self.replies[asked] = line
         return json.loads(line)

@@ -2,8 +2,7 @@
 
 import pytest
 
-from course import catalog
-from course import lint
+from course import catalog, lint
 from tests.grade.classes import School, school
 
 SCHOOL = school()

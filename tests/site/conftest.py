@@ -2,10 +2,11 @@
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from browsing import FLAGS, NAMES, program, served
 from bs4 import BeautifulSoup
 
 from course.catalog import ROOT
@@ -51,3 +52,23 @@ def pages(site: Path) -> dict[str, BeautifulSoup]:
         path.relative_to(site).as_posix(): BeautifulSoup(path.read_bytes(), "html.parser")
         for path in found
     }
+
+
+@pytest.fixture(scope="module")
+def address(site: Path) -> Iterator[str]:
+    """Where the site is served."""
+    with served(site) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """Chromium, started once for a module: its event loop must not outlive the site's tests."""
+    if program() is None:
+        pytest.skip("Chromium is not installed: no program called " + " or ".join(NAMES))
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=program(), args=FLAGS)
+        yield chromium
+        chromium.close()

@@ -1,11 +1,13 @@
 """The catalog, `_toc.yml`, the part pages and the set-up page tell one story."""
 
 import re
+import tomllib
 
 import yaml
 from bs4 import BeautifulSoup
+from coursesite import publish
 
-from course import catalog
+from course import catalog, mutants
 from course.catalog import ROOT
 
 
@@ -51,13 +53,53 @@ def test_a_part_page_lists_every_chapter_and_links_the_ready_ones(
     assert listed == len(catalog.chapters())
 
 
-def test_the_front_page_counts_the_chapters(pages: dict[str, BeautifulSoup]) -> None:
+def test_the_route_shows_every_chapter_at_its_length(pages: dict[str, BeautifulSoup]) -> None:
     front = pages["book/index.html"]
-    rows = [row.get_text(" ") for row in front.select("ol.parts > li")]
-    counts = [int(match[1]) for row in rows if (match := re.search(r"(\d+) chapters", row))]
-    assert len(counts) == len(catalog.parts())
-    assert sum(counts) == len(catalog.chapters())
+    rows = front.select("ol.route > li")
+    assert [row.select_one("p > a")["href"] for row in rows] == [
+        f"parts/{part}.html" for part in catalog.parts()
+    ]
+    bars = [bar for row in rows for bar in row.select("ol.bars > li")]
+    for bar, chapter in zip(bars, catalog.chapters(), strict=True):
+        assert bar["class"] == [chapter.status]
+        text = " ".join(bar.get_text().split())
+        assert text.startswith(f"{chapter.title}, {chapter.minutes} minutes")
+        assert bar["style"] == f"flex-grow: {chapter.minutes}"
+        links = [tag["href"] for tag in bar.select("a")]
+        page = f"../notebooks/{chapter.part}/{chapter.slug}.html"
+        assert links == ([page] if chapter.status == "ready" else [])
+    widths = [float(row.select_one("ol.bars")["style"].split()[1][:-1]) for row in rows]
+    minutes = dict.fromkeys(catalog.parts(), 0)
+    for chapter in catalog.chapters():
+        minutes[chapter.part] += chapter.minutes
+    longest = max(minutes.values())
+    for width, total in zip(widths, minutes.values(), strict=True):
+        assert abs(width - 100 * total / longest) < 0.1
     assert f"{len(catalog.chapters())} chapters" in front.get_text()
+
+
+def test_the_quality_page_counts_what_is_on_file(pages: dict[str, BeautifulSoup]) -> None:
+    tables = pages["book/quality.html"].select("table")
+    ready = [chapter for chapter in catalog.chapters() if chapter.status == "ready"]
+    for table, chapter in zip(tables, ready, strict=True):
+        rows = [[td.get_text() for td in row.select("td")] for row in table.select("tbody tr")]
+        *exercises, total = rows
+        assert total[0] == "all"
+        for column in range(1, 5):
+            assert sum(int(row[column]) for row in exercises) == int(total[column])
+        written = mutants.written(chapter)
+        assert int(total[1]) == sum(not m.shortcut for m in written)
+        assert int(total[2]) == sum(m.shortcut for m in written)
+        keys = [row[0] for row in exercises]
+        made = sum(len(list(mutants.automatic(chapter, key))) for key in keys)
+        assert int(total[3]) + int(total[4]) == made
+
+
+def test_the_changelog_begins_with_this_version() -> None:
+    text = (ROOT / "book" / "changelog.md").read_text()
+    newest = publish.ENTRY.search(text)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert newest and newest["version"] == project["version"]
 
 
 def named(program: str) -> set[str]:

@@ -1,112 +1,46 @@
-"""Every page in a real browser, in both colour modes, and on a phone."""
+"""The site in a real browser: every page, and what a reader does on it."""
 
-import functools
-import http.server
-import shutil
-import threading
-from collections.abc import Iterator
+import os
+import zipfile
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import pytest
+from browsing import Visit
 
-from course.book import npm_packages
-from course.catalog import repository
+from course import book, catalog, notebook
+from course.catalog import ROOT
 
-NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
-UNDER = f"/{urlsplit(repository()).path.split('/')[-1]}/"  # as on GitHub Pages
-RULES = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa"]
-AXE = """async (rules) => (await axe.run(document, {runOnly: rules})).violations.map(
-  v => v.id + ": " + v.nodes.map(n => n.target.join(" ")).slice(0, 3).join(", "))"""
-
-
-class Handler(http.server.SimpleHTTPRequestHandler):
-    """The site under the path that it has on GitHub Pages."""
-
-    def translate_path(self, path: str) -> str:
-        inside = path.removeprefix(UNDER)
-        return super().translate_path("/" + inside if inside != path else "/outside")
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
+CHAPTER = "notebooks/foundations/kv_cache.html"
+# one page of each kind, which `make test` opens in every view; the others in light at 1280 px
+KINDS = {
+    *("book/index.html", "book/how_it_works.html", "book/parts/foundations.html", CHAPTER),
+    *("book/notes/serving.html", "book/kernels.html", "book/calculators.html"),
+    *("book/glossary.html", "book/references.html", "search.html", "404.html"),
+}
+VIEWS = [("light", 1280), ("dark", 1280), ("light", 390), ("dark", 390)]
+SHOTS = ROOT / "_build" / "screenshots"
 
 
-@pytest.fixture(scope="module")
-def address(site: Path) -> Iterator[str]:
-    """Where the site is served."""
-    handler = functools.partial(Handler, directory=str(site))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}{UNDER}"
-        server.shutdown()
-        thread.join()
+def opened(view: tuple[str, int], pages: dict) -> list[str]:
+    """The pages to open in a view: all of them in the first, and in each for `make test-all`."""
+    everything = view == VIEWS[0] or os.environ.get("COURSE_TEST_ALL")
+    # the front door leads on at once
+    return [page for page in pages if page != "index.html" and (everything or page in KINDS)]
 
 
-@pytest.fixture(scope="module")
-def browser():
-    """Chromium, started once."""
-    program = next(filter(None, map(shutil.which, NAMES)), None)
-    if program is None:
-        pytest.skip("Chromium is not installed: no program called " + " or ".join(NAMES))
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=program, args=FLAGS)
-        yield chromium
-        chromium.close()
-
-
-class Visit:
-    """A browser window that notes what goes wrong in it."""
-
-    def __init__(self, browser, address: str, **options):
-        self.address, self.problems = address, []
-        self.context = browser.new_context(**options)
-        self.context.route("**/*", self._only_here)
-        self.tab = self.context.new_page()
-        self.tab.on("console", self._message)
-        self.tab.on("pageerror", lambda error: self.problems.append(f"error: {error}"))
-        self.tab.on("requestfailed", lambda request: self.problems.append(f"failed: {request.url}"))
-        self.tab.on("response", self._response)
-
-    def _only_here(self, route) -> None:
-        if route.request.url.startswith((self.address, "data:", "blob:")):
-            route.continue_()
-        else:
-            self.problems.append(f"outside: {route.request.url}")
-            route.abort()
-
-    def _message(self, message) -> None:
-        if message.type in ("error", "warning"):
-            self.problems.append(f"console: {message.text}")
-
-    def _response(self, response) -> None:
-        if response.status >= 400:
-            self.problems.append(f"{response.status}: {response.url}")
-
-    def open(self, page: str) -> None:
-        self.tab.goto(self.address + page, wait_until="load")
-        self.tab.evaluate("document.fonts.ready")
-
-
-def stays(pages: dict) -> list[str]:
-    """All pages but the front door, which leads on at once."""
-    return [page for page in pages if page != "index.html"]
-
-
-@pytest.mark.parametrize("mode", ["light", "dark"])
-def test_pages_are_accessible_and_quiet(browser, address: str, pages: dict, mode: str) -> None:
-    visit = Visit(browser, address, color_scheme=mode, viewport={"width": 1280, "height": 900})
-    axe = (npm_packages() / "axe-core" / "axe.min.js").read_text()
+@pytest.mark.parametrize("view", VIEWS, ids=lambda view: f"{view[0]}-{view[1]}")
+def test_pages_are_accessible_and_quiet(browser, address: str, pages: dict, view) -> None:
+    mode, width = view
+    assert set(pages) >= KINDS
+    visit = Visit(browser, address, color_scheme=mode, viewport={"width": width, "height": 900})
     found = {}
-    for page in stays(pages):
+    for page in opened(view, pages):
         visit.open(page)
         assert visit.tab.evaluate("document.documentElement.dataset.theme") == mode
         visit.tab.evaluate("for (const d of document.querySelectorAll('details')) d.open = true")
-        visit.tab.add_script_tag(content=axe)
-        problems = visit.tab.evaluate(AXE, RULES) + visit.problems
+        problems = visit.axe() + visit.problems
+        wide = visit.tab.evaluate("document.documentElement.scrollWidth")
+        problems += [f"scrolls sideways: {wide} px"] if wide > width else []
         visit.problems.clear()
         if problems:
             found[page] = problems
@@ -114,56 +48,100 @@ def test_pages_are_accessible_and_quiet(browser, address: str, pages: dict, mode
     assert not found
 
 
-def test_no_page_scrolls_sideways_on_a_phone(browser, address: str, pages: dict) -> None:
-    visit = Visit(browser, address, viewport={"width": 390, "height": 844})
-    widths = {}
-    for page in stays(pages):
+@pytest.mark.parametrize("page", ["book/index.html", CHAPTER])
+def test_screenshots_are_kept(browser, address: str, page: str) -> None:
+    """For people: continuous integration keeps them, and the README shows them."""
+    SHOTS.mkdir(parents=True, exist_ok=True)
+    for mode, width in VIEWS:
+        visit = Visit(browser, address, color_scheme=mode, viewport={"width": width, "height": 860})
         visit.open(page)
-        visit.tab.evaluate("for (const d of document.querySelectorAll('details')) d.open = true")
-        widths[page] = visit.tab.evaluate("document.documentElement.scrollWidth")
-    visit.context.close()
-    assert {page: width for page, width in widths.items() if width > 390} == {}
+        path = SHOTS / f"{Path(page).stem}-{mode}-{width}.png"
+        assert len(visit.tab.screenshot(path=path)) > 10_000
+        visit.context.close()
 
 
-def test_a_fold_opens_with_the_keyboard(browser, address: str) -> None:
-    visit = Visit(browser, address)
-    visit.open("notebooks/foundations/kv_cache.html")
-    fold = visit.tab.locator("details.solution").first
-    code = fold.locator("pre")
-    assert not code.is_visible()
-    fold.locator("summary").focus()
+def test_an_exercise_card_can_be_walked_with_the_keyboard(browser, address: str) -> None:
+    visit = Visit(browser, address, viewport={"width": 1280, "height": 900})
+    visit.open(CHAPTER)
+    card = visit.tab.locator("section[id^=exercise-]").first
+    hint, answer = card.locator("details:not(.solution)").first, card.locator("details.solution")
+    for fold in (hint, answer):
+        inside = fold.locator(":scope > :not(summary)").first
+        assert not inside.is_visible()
+    card.locator("h3").click()  # the walk begins at the heading
+    reached = []
+    for _ in range(12):
+        visit.tab.keyboard.press("Tab")
+        reached.append(visit.tab.evaluate("document.activeElement.innerText.trim()"))
+        if visit.tab.evaluate("document.activeElement.tagName") == "SUMMARY":
+            ring = "getComputedStyle(document.activeElement).outlineWidth"
+            assert float(visit.tab.evaluate(ring).removesuffix("px")) >= 2
+            visit.tab.keyboard.press("Enter" if len(reached) % 2 else "Space")
+        if answer.get_attribute("open") is not None:
+            break
+    assert "Hint" in reached and reached[-1].startswith("One answer")
+    for fold in (hint, answer):
+        assert fold.locator(":scope > :not(summary)").first.is_visible()
     visit.tab.keyboard.press("Enter")
-    assert code.is_visible()
+    assert answer.get_attribute("open") is None
     visit.context.close()
 
 
 def test_answers_stay_folded_without_scripts(browser, address: str) -> None:
     visit = Visit(browser, address, java_script_enabled=False)
-    visit.tab.goto(address + "notebooks/foundations/kv_cache.html")
+    visit.tab.goto(address + CHAPTER)
     answers = visit.tab.locator("details.solution pre")
     assert answers.count() > 0
     assert not any(answers.nth(i).is_visible() for i in range(answers.count()))
+    visit.tab.locator("details.solution summary").first.click()
+    assert answers.first.is_visible()
     visit.context.close()
 
 
-def test_the_search_finds_a_term(browser, address: str) -> None:
+def test_a_copy_button_copies_code_and_nothing_else(browser, address: str) -> None:
+    allowed = ["clipboard-read", "clipboard-write"]
+    visit = Visit(browser, address, permissions=allowed)
+    visit.open(CHAPTER)
+    cell = visit.tab.locator("div.cell[class*=tag_answer-]").first
+    cell.locator(".highlight").first.hover()
+    cell.locator("button.copybtn").first.click()
+    copied = visit.tab.evaluate("navigator.clipboard.readText()")
+    nb = notebook.read(catalog.find("kv_cache").ipynb)
+    assert copied.strip() in {c.source.strip() for c in nb.cells if c.cell_type == "code"}
+    visit.context.close()
+
+
+@pytest.mark.parametrize(
+    ("words", "page"),
+    [
+        ("prefill", "glossary.html"),  # a term
+        ("count positions", "kv_cache.html"),  # an exercise
+        ("attention_decode", "kernels.html"),  # a kernel
+    ],
+)
+def test_the_search_finds(browser, address: str, words: str, page: str) -> None:
     visit = Visit(browser, address)
-    visit.open("search.html?q=prefill")
-    hit = visit.tab.locator("#search-results li a").first
+    visit.open(f"search.html?q={words.replace(' ', '+')}")
+    hit = visit.tab.locator(f"#search-results li a[href*='{page}']").first
     hit.wait_for(timeout=10_000)
-    assert visit.tab.locator("#search-results li").count() > 0
     assert visit.problems == []
     visit.context.close()
 
 
-def test_a_chapter_is_light_to_load(browser, address: str) -> None:
-    visit = Visit(browser, address)
-    sizes = []
-    visit.tab.on(
-        "requestfinished", lambda request: sizes.append(request.sizes()["responseBodySize"])
-    )
-    visit.open("notebooks/foundations/kv_cache.html")
-    visit.tab.wait_for_load_state("networkidle")
-    assert len(sizes) <= 60
-    assert sum(sizes) <= 2_500_000  # not compressed, as this server sends it
+def test_the_zip_reads_from_a_folder_without_a_server(browser, site: Path, tmp_path: Path) -> None:
+    book.pack(site, tmp_path / "offline.zip")
+    with zipfile.ZipFile(tmp_path / "offline.zip") as archive:
+        archive.extractall(tmp_path)
+    home = (tmp_path / "offline").as_uri() + "/"
+    visit = Visit(browser, home)
+    visit.context.set_offline(True)
+    visit.tab.goto(home + "index.html")
+    visit.tab.wait_for_url("**/book/index.html")
+    visit.tab.locator("ol.route a[href*=kv_cache]").click()
+    visit.tab.wait_for_url("**/kv_cache.html")
+    assert visit.tab.locator("article h1").inner_text().startswith("The KV cache")
+    family = "getComputedStyle(document.querySelector('.bd-article p:not(.facts)')).fontFamily"
+    assert "Source Serif" in visit.tab.evaluate(family)
+    assert visit.tab.evaluate("document.fonts.check('16px \"Source Serif\"')")
+    assert visit.problems == []
     visit.context.close()

@@ -1,6 +1,10 @@
 """The parts of the site's extension, each alone."""
 
+import logging
+import re
 import shutil
+import xml.etree.ElementTree as ET
+import zipfile
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +12,7 @@ from subprocess import CompletedProcess
 
 import nbformat
 import pytest
-from coursesite import anchors, chapters, formulas, gather, origin
+from coursesite import anchors, chapters, demands, formulas, gather, origin, publish
 from sphinx.errors import ExtensionError
 
 from course import book, catalog
@@ -98,6 +102,43 @@ def test_formulas_render_and_broken_ones_say_why() -> None:
     assert r"\unknown" in done["bad"]["problem"]
 
 
+def test_a_place_in_a_notebook_is_named() -> None:
+    said = logging.LogRecord("sphinx", logging.WARNING, "", 0, "x", None, None)
+    for place, told in (
+        ("a/b.ipynb:120004", "a/b.ipynb, cell 12, line 4"),
+        ("a/b.ipynb:7", "a/b.ipynb:7"),
+        ("a/b.md:120004", "a/b.md:120004"),
+    ):
+        said.location = place
+        assert demands.CellNames().filter(said)
+        assert said.location == told
+
+
+def test_a_feed_is_plain_text_and_needs_dated_headings() -> None:
+    text = "# New\n\n## 1.2, 2026-01-02: A & [b](c.md)\n\nIt `does` *this*.\n\n## Not a version\n"
+    (entry,) = ET.fromstring(publish.feed(text, "https://x.io/y/")).iter("item")
+    assert entry.findtext("title") == "1.2: A & [b](c.md)"
+    assert entry.findtext("link") == "https://x.io/y/book/changelog.html"
+    assert entry.findtext("description").startswith("It does this.")
+
+
+def test_the_site_as_one_zip_is_the_same_each_time(tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    (site / "a").mkdir(parents=True)
+    (site / "index.html").write_text("x")
+    (site / "a" / "b.css").write_text("y")
+    for name in ("one.zip", "two.zip"):
+        book.pack(site, tmp_path / name)
+    with zipfile.ZipFile(tmp_path / "one.zip") as archive:
+        assert archive.namelist() == ["one/a/b.css", "one/index.html"]
+        assert archive.read("one/index.html") == b"x"
+    two = (tmp_path / "two.zip").read_bytes()
+    assert (tmp_path / "one.zip").read_bytes() == two.replace(b"two/", b"one/")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CourseError, match="cannot be written"):
+        book.pack(site, tmp_path / "file" / "x.zip")
+
+
 def test_addresses_follow_from_the_repository() -> None:
     assert origin.addresses("https://github.com/Some-One/lessons") == (
         "https://some-one.github.io/lessons/",
@@ -165,11 +206,36 @@ def test_a_rebuild_publishes_a_changed_style_and_refuses_what_is_broken(
     assert page.read_text() != before  # the new checksum, so that no browser keeps the old file
 
     source = copy / "book" / "model.md"
-    source.write_text(source.read_text() + "\n$\\unknown{x}$ and [nowhere](#term-nothing)\n")
+    lines = source.read_text().count("\n")
+    broken = (
+        "\n$\\unknown{x}$ and [nowhere](#term-nothing)\n"
+        "\n![](site/static/mark.svg)\n"
+        "\n[Nobody 1999](#nobody1999)\n"
+    )
+    source.write_text(source.read_text() + broken)
+    rows = copy / "course" / "catalog.yml"
+    rows.write_text(rows.read_text().replace("    about: ", "    about: ''  # ", 1))
     refused = run_build(copy, out)
     assert refused.returncode == 2
-    assert "unknown" in refused.stderr
-    assert "term-nothing" in refused.stderr
+    said = refused.stderr
+    assert re.search(rf"book/model.md:{lines + 2}: WARNING: .*term-nothing", said)
+    assert re.search(rf"book/model.md:{lines + 4}: WARNING: image .*mark.svg has no alt text", said)
+    assert re.search(rf"book/model.md:{lines + 6}: WARNING: .*nobody1999", said)
+    assert "unknown" in said
+    assert re.search(r"course/catalog.yml:\d+: WARNING: kv_cache needs `about`", said)
+
+    toc = copy / "_toc.yml"
+    row = "          - file: notebooks/foundations/kv_cache\n"
+    toc.write_text(toc.read_text().replace(row, ""))
+    text = rows.read_text()
+    place = text.index("status: ready", text.index("slug: quantization"))
+    rows.write_text(text[:place] + "status: planned" + text[place + len("status: ready") :])
+    refused = run_build(copy, out)
+    assert refused.returncode == 2
+    said = refused.stderr
+    assert re.search(r"course/catalog.yml:\d+: WARNING: kv_cache is ready but not in _toc", said)
+    line = toc.read_text().split("notebooks/foundations/quantization")[0].count("\n") + 1
+    assert f"_toc.yml:{line}: WARNING: notebooks/foundations/quantization is no ready" in said
 
     (copy / "notebooks" / CHAPTER.part / f"{CHAPTER.slug}.ipynb").unlink()
     refused = run_build(copy, out)

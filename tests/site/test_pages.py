@@ -3,9 +3,11 @@
 import ast
 import json
 import re
+import xml.etree.ElementTree as ET
 from collections import Counter
+from email.utils import parsedate_to_datetime
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
 from bs4 import BeautifulSoup
@@ -75,6 +77,9 @@ def test_figures_are_described(pages: Pages) -> None:
             figure = image.find_parent(class_="cell_output") is not None
             if alt is None or re.search(r"\.(svg|png|jpe?g)$", alt) or (figure and len(alt) < 40):
                 missing.append(f"{page}: {image['src']}: {alt!r}")
+        for drawing in document.select("svg[role=img]"):
+            if len(drawing.get("aria-label", "")) < 40:
+                missing.append(f"{page}: {drawing.get('aria-label')!r}")
     assert not missing
 
 
@@ -85,7 +90,7 @@ def test_figures_have_numbered_captions(pages: Pages) -> None:
         assert [caption.split(".")[0] for caption in captions] == [
             f"Figure {number}" for number in range(1, len(captions) + 1)
         ]
-        assert len(captions) == len(document.select(".cell_output img"))
+        assert len(captions) == len(document.select(".cell_output svg[role=img]")) > 0
 
 
 def test_nothing_is_loaded_from_elsewhere(site: Path, pages: Pages) -> None:
@@ -107,9 +112,9 @@ def test_nothing_is_loaded_from_elsewhere(site: Path, pages: Pages) -> None:
 
 def test_styles_name_files_that_exist(site: Path) -> None:
     missing = []
-    for style in (site / "_static" / "course.css", site / "_static" / "katex" / "katex.min.css"):
+    for style in site.rglob("*.css"):
         for url in re.findall(r"url\([\"']?([^\"')]+)", style.read_text()):
-            if not (style.parent / url).is_file():
+            if not url.startswith("data:") and not (style.parent / url).is_file():
                 missing.append(f"{style.name}: {url}")
     assert not missing
 
@@ -179,7 +184,9 @@ def test_no_markup_is_left_over(pages: Pages) -> None:
         for code in text.find_all(["pre", "code"]):
             code.decompose()
         for found in re.findall(
-            r"<!--\s*(?:solution|kernel|parts|chapters|glossary|resources|gpu-results)", html
+            r"<!--\s*(?:solution|kernel|calculator|route|chapters|quality|roofline|devices|glossary"
+            r"|resources|gpu-results)",
+            html,
         ):
             left.append(f"{page}: {found}")
         pattern = r"```|:::|\{code-cell\}|\]\(#|\{\.[a-z]|\$\$|\\\(|system-message"
@@ -231,6 +238,83 @@ def test_sitemap_lists_the_pages(site: Path, pages: Pages) -> None:
     listed = re.findall(r"<loc>([^<]+)</loc>", (site / "sitemap.xml").read_text())
     paths = sorted(urlsplit(url).path.removeprefix("/course/") for url in listed)
     assert paths == sorted(set(pages) - {"index.html", "404.html", "search.html"})
+
+
+def tag(document: BeautifulSoup, **wanted: str) -> str:
+    """The content of the one meta tag with these attributes."""
+    (found,) = document.find_all("meta", attrs=wanted)
+    return found["content"]
+
+
+def test_every_page_is_described_and_has_a_card(site: Path, pages: Pages) -> None:
+    about = {page_of(chapter): chapter.about for chapter in READY}
+    told = []
+    for page in sorted(set(pages) - {"index.html", "404.html", "search.html"}):
+        document = pages[page]
+        description = tag(document, name="description")
+        assert description == tag(document, property="og:description")
+        assert description == about.get(page, description)
+        assert 40 <= len(description) <= 200 and "$" not in description, page
+        told.append(description)
+        card = urlsplit(tag(document, property="og:image")).path.removeprefix("/course/")
+        part = page.split("/")[1 if page.startswith("notebooks/") else -1].removesuffix(".html")
+        assert card == f"_static/cards/{part if part in catalog.parts() else 'course'}.png"
+        assert (site / card).read_bytes()[16:24] == bytes.fromhex("000004b000000276")  # 1200 x 630
+        canonical = document.select_one("link[rel=canonical]")["href"]
+        assert urlsplit(canonical).path.removeprefix("/course/") == page
+    assert len(set(told)) == len(told)
+
+
+def test_the_feed_lists_the_versions(site: Path) -> None:
+    channel = ET.parse(site / "changelog.xml").getroot().find("channel")
+    items = channel.findall("item")
+    headings = re.findall(r"(?m)^## (.+)$", (ROOT / "book" / "changelog.md").read_text())
+    assert len(items) == len(headings) > 0
+    for item, heading in zip(items, headings, strict=True):
+        number, day, title = re.match(r"(\S+), (\S+): (.+)", heading).groups()
+        assert item.findtext("title") == f"{number}: {title}"
+        assert parsedate_to_datetime(item.findtext("pubDate")).date().isoformat() == day
+        assert "](" not in item.findtext("description")
+
+
+def test_robots_are_shown_the_sitemap(site: Path) -> None:
+    text = (site / "robots.txt").read_text()
+    assert f"{tag_of(site)}sitemap.xml" in text and "Disallow" not in text
+
+
+def tag_of(site: Path) -> str:
+    """The address of the site, from its front door."""
+    door = BeautifulSoup((site / "index.html").read_text(), "html.parser")
+    return door.select_one("link[rel=canonical]")["href"].removesuffix("book/index.html")
+
+
+def test_the_404_page_leads_back_from_anywhere(site: Path, pages: Pages) -> None:
+    document = pages["404.html"]
+    assert "There is no such page" in document.get_text()
+    loads = [t.get("href") or t.get("src") for t in document.select("link, script[src], img")]
+    local = [url for url in loads if not urlsplit(url).scheme]
+    assert local and all(url.startswith("/course/") for url in local)
+
+
+def test_every_page_can_be_reported(pages: Pages) -> None:
+    for page in sorted(set(pages) - {"index.html", "404.html"}):
+        links = [a["href"] for a in pages[page].select("footer a, .bd-footer-content a")]
+        (link,) = {url for url in links if "/issues/new" in url}
+        filled = parse_qs(urlsplit(link).query)
+        assert f"{page}\nVersion: " in filled["body"][0], page
+
+
+@each_chapter
+def test_a_chapter_says_where_it_can_be_solved(site: Path, pages: Pages, chapter: Chapter) -> None:
+    document = pages[page_of(chapter)]
+    links = {a.get_text(): a["href"] for a in document.select("p.places a")}
+    name = f"notebooks/{chapter.part}/{chapter.slug}.ipynb"
+    assert links["Open in Colab"].endswith(f"/blob/main/{name}")
+    assert unquote(links["Open in Binder"]).endswith(f"lab/tree/{name}")
+    download = (site / page_of(chapter)).parent / links["Download the notebook"]
+    assert download.read_bytes() == chapter.ipynb.read_bytes()
+    facts = document.select_one("p.facts").get_text()
+    assert re.search(rf"\b\d+ minutes to read, {chapter.minutes} to solve", facts)
 
 
 def test_stubs_on_the_page_are_python(pages: Pages) -> None:

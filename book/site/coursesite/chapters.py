@@ -4,21 +4,26 @@ The notebook that Colab opens keeps the bare comments, so no answer travels with
 """
 
 import json
+import math
 import re
 import runpy
 from collections import Counter
+from html import escape
 from pathlib import Path
 
+from docutils.nodes import make_id
 from sphinx.util import logging
 
 from course import catalog, solutions
 from course.errors import CourseError
 from course.runtime import MIME
+from coursesite.origin import places, report
 
 logger = logging.getLogger(__name__)
 
 MARK = re.compile(r"^<!--\s*(solution|kernel):\s*(.+?)\s*-->$", re.MULTILINE)
 TITLE = re.compile(r"\A# .+$", re.MULTILINE)
+WORDS_PER_MINUTE = 200  # of technical prose
 PREDICT = {
     "code_prompt_show": "Write down your guess, then look",
     "code_prompt_hide": "The cell prints",
@@ -67,20 +72,43 @@ def expand(text: str, chapter: catalog.Chapter, wrong: Counter) -> str:
     return MARK.sub(put, text)
 
 
+def chapter_of(docname: str) -> catalog.Chapter | None:
+    """The chapter that a page shows; None for any other page."""
+    if not docname.startswith("notebooks/"):
+        return None
+    return catalog.find(docname)
+
+
 def facts(chapter: catalog.Chapter, cells: list[dict], wrong: Counter) -> str:
-    """One line about the chapter, for under its title."""
+    """Two lines about the chapter, for under its title: what it asks, and where to do it."""
     text = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
     exercises = sum(mark[1] == "solution" for mark in MARK.finditer(text))
     part = catalog.parts()[chapter.part].split(":")[0]
     items = [
         f'<a href="../../book/parts/{chapter.part}.html">{part}</a>',
-        f"about {chapter.minutes} minutes",
+        f"{reading(text)} minutes to read, {chapter.minutes} to solve",
         f"{exercises} exercises",
     ]
     if wrong:
-        items.append(f"{wrong.total()} wrong answers on file")
+        quality = f"../../book/quality.html#{make_id(chapter.title)}"
+        items.append(f'<a href="{quality}">{wrong.total()} wrong answers on file</a>')
     items.append(f"<code>course start {chapter.slug}</code>")
-    return f'<p class="facts">{" · ".join(items)}</p>'
+    name = f"notebooks/{chapter.part}/{chapter.slug}"
+    links = [
+        f'<a href="{escape(address)}">Open in {place}</a>'
+        for place, address in places(f"{name}.ipynb").items()
+    ]
+    notebook = f"../../_sources/{name}.ipynb"
+    links.insert(1, f'<a href="{notebook}" download>Download the notebook</a>')
+    links.append(f'<a href="{escape(report(name))}">Report a problem</a>')
+    return (
+        f'<p class="facts">{" · ".join(items)}</p>\n<p class="facts places">{" · ".join(links)}</p>'
+    )
+
+
+def reading(text: str) -> int:
+    """Minutes to read the prose of a chapter."""
+    return math.ceil(len(re.findall(r"\w+", text)) / WORDS_PER_MINUTE)
 
 
 def depends_on(chapter: catalog.Chapter) -> list[Path]:
@@ -93,9 +121,9 @@ def depends_on(chapter: catalog.Chapter) -> list[Path]:
 
 def complete(app, docname, source):
     """`source-read`: rewrite the notebook of a chapter before Sphinx parses it."""
-    if not docname.startswith("notebooks/"):
+    chapter = chapter_of(docname)
+    if chapter is None:
         return
-    chapter = catalog.find(docname)
     for path in depends_on(chapter):
         app.env.note_dependency(str(path))
     wrong = known_wrong(chapter.mutants)

@@ -6,6 +6,7 @@ error of the build, instead of red text on the page.
 
 import hashlib
 import json
+import re
 import subprocess
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from sphinx.util.math import get_node_equation_number
 from course.book import node, npm_packages
 
 logger = logging.getLogger(__name__)
+POINTS = re.compile(r"[.,;:!?)\]]+")
 
 SCRIPT = """
 const katex = require(process.argv[1]);
@@ -104,9 +106,22 @@ def prepare(app):
     app.connect("env-updated", store.finish)
 
 
+def keep_with_point(app, doctree, docname):
+    """`doctree-resolved`: a line may not end between a formula and the point or comma after it."""
+    for formula in list(doctree.findall(nodes.math)):
+        after = formula.next_node(descend=False, siblings=True)
+        points = POINTS.match(after.astext()) if isinstance(after, nodes.Text) else None
+        if points:
+            formula["points"] = points[0]
+            formula.parent.replace(after, nodes.Text(after.astext()[points.end() :]))
+
+
 def visit_inline(self, formula):
+    points = formula.get("points", "")
+    self.body.append('<span class="with-point">' if points else "")
     self.body.append(self.starttag(formula, "span", "", CLASS="math notranslate nohighlight"))
     self.body.append(self.builder.app.course_formulas.html(formula) + "</span>")
+    self.body.append(f"{points}</span>" if points else "")
     raise nodes.SkipNode
 
 
@@ -124,3 +139,4 @@ def visit_display(self, formula):
 def setup(app):
     app.add_html_math_renderer("katex_once", (visit_inline, None), (visit_display, None))
     app.connect("builder-inited", prepare)
+    app.connect("doctree-resolved", keep_with_point)

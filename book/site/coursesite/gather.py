@@ -1,7 +1,8 @@
 """Pages that are filled while the book is built: from the catalog, and from files beside chapters.
 
-A page says where with a comment: `<!-- parts -->`, `<!-- chapters: PART -->`, `<!-- glossary -->`,
-`<!-- resources -->`, `<!-- gpu-results -->`.
+A page says where with a comment: `<!-- route -->`, `<!-- chapters: PART -->`, `<!-- quality -->`,
+`<!-- roofline -->`, `<!-- devices -->`, `<!-- glossary -->`, `<!-- resources -->`,
+`<!-- gpu-results -->`.
 """
 
 import ast
@@ -17,11 +18,14 @@ from sphinxcontrib.bibtex.style.referencing.author_year import AuthorYearReferen
 
 from course import catalog
 from course.lab import table
+from coursesite import overview, roofline
 from coursesite.measured import gpu_results
 
 BOOK = catalog.ROOT / "book"
 MARK = re.compile(
-    r"^<!-- (parts|chapters|glossary|resources|gpu-results)(?:: (\w+))? -->$", re.MULTILINE
+    r"^<!-- (route|chapters|quality|roofline|devices|glossary|resources|gpu-results)"
+    r"(?:: (\w+))? -->$",
+    re.MULTILINE,
 )
 KERNEL = {
     "own": "its own Triton kernel",
@@ -41,21 +45,6 @@ COLUMNS = {
 RULE = "|---|---|--:|--:|--:|--:|--:|---|"
 
 
-def parts_overview() -> str:
-    """The parts as a numbered list, each with a link and its chapters counted."""
-    rows = []
-    for number, (part, title) in enumerate(catalog.parts().items(), start=1):
-        chapters = [chapter for chapter in catalog.chapters() if chapter.part == part]
-        ready = sum(chapter.status == "ready" for chapter in chapters)
-        name, _, about = title.partition(": ")
-        about = f"{about[0].upper()}{about[1:]}. " if about else ""
-        rows.append(
-            f"{number}. [{name}](parts/{part}.md)\\\n"
-            f"   {about}{len(chapters)} chapters, {ready or 'none'} ready."
-        )
-    return "{.parts}\n" + "\n".join(rows)
-
-
 def chapter_list(part: str) -> str:
     """The chapters of a part in reading order; only ready ones have a page to link to."""
     titles = {chapter.slug: chapter.title for chapter in catalog.chapters()}
@@ -67,13 +56,14 @@ def chapter_list(part: str) -> str:
             name = f"[{chapter.title}](/notebooks/{part}/{chapter.slug}.ipynb)"
         else:
             name = f"{chapter.title} [planned]{{.planned}}"
+        said = f"{chapter.about}\\\n   " if chapter.about else ""
         about = [f"{chapter.minutes} minutes", KERNEL[chapter.kernel]]
         if chapter.prerequisites:
             about.append("after " + ", ".join(titles[slug] for slug in chapter.prerequisites))
         if chapter.sources:
             papers = (f"[{key}](https://arxiv.org/abs/{key})" for key in chapter.sources)
             about.append("arXiv " + ", ".join(papers))
-        rows.append(f"1. {name}\\\n   [{' · '.join(about)}]{{.about}}")
+        rows.append(f"1. {name}\\\n   {said}[{' · '.join(about)}]{{.about}}")
     return "{.chapters}\n" + "\n".join(rows)
 
 
@@ -143,8 +133,11 @@ def line(words: Iterable[str]) -> str:
 
 
 FILL = {
-    "parts": parts_overview,
+    "route": overview.route,
     "chapters": chapter_list,
+    "quality": overview.quality,
+    "roofline": roofline.picture,
+    "devices": roofline.table,
     "glossary": glossary,
     "resources": resources,
     "gpu-results": lambda: gpu_results(BOOK / "results"),

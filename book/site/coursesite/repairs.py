@@ -13,19 +13,6 @@ BODY = (
 )
 
 
-def named_folds(navigation):
-    """The theme's function for the contents, with a name for each arrow that opens a part."""
-
-    def generate(*args, **options):
-        contents = navigation(*args, **options)
-        for summary in contents.select("li > details > summary"):
-            part = summary.find_parent("li").find("a").get_text()
-            summary["aria-label"] = f"Chapters of {part}"
-        return contents
-
-    return generate
-
-
 def mend(app, pagename, templatename, context, doctree):
     """`html-page-context`, after the theme has added its buttons."""
     body = context.get("body", "")
@@ -33,12 +20,14 @@ def mend(app, pagename, templatename, context, doctree):
         body = pattern.sub(replacement, body)
     if body:
         context["body"] = body
-    context["generate_toctree_html"] = named_folds(context["generate_toctree_html"])
     for group in context.get("header_buttons", []):
         for button in group.get("buttons", []):
             # a chapter is edited in its Markdown source, the notebook is built from it
             if button.get("label") == "source-edit-button":
                 button["url"] = re.sub(r"(/notebooks/.*)\.ipynb$", r"\1.md", button["url"])
+            # a logo beside its name costs a request and says nothing
+            if button.get("icon", "").startswith("_static/"):
+                del button["icon"]
 
 
 def front_door(app, exception):

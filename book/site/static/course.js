@@ -25,3 +25,6 @@ addEventListener("beforeprint", () => {
 addEventListener("afterprint", () => {
   document.documentElement.dataset.theme = shown;
 });
+
+// From a disk a page may not read another, so the search shows titles without snippets.
+if (location.protocol === "file:") DOCUMENTATION_OPTIONS.SHOW_SEARCH_SUMMARY = false;
