@@ -4,6 +4,7 @@ Recording's second runs, mutants and second answers use it: hundreds of short ru
 import of torch and one loaded model. Each job gets a fresh namespace and its own seed.
 """
 
+import functools
 import gc
 import json
 import os
@@ -170,6 +171,11 @@ def make_shell() -> Any:
             """Nor in the history. Rendering one keeps the trees of all its cells alive, which
             each collection of garbage then walks: hundreds of wrong answers get ever slower."""
 
+        @functools.lru_cache(maxsize=64)  # noqa: B019 -- there is one shell, for good
+        def transform_cell(self, raw_cell: str) -> str:
+            """Setup, checks and most answers come again with each job: read them once."""
+            return super().transform_cell(raw_cell)
+
     config = Config()
     config.HistoryManager.enabled = False
     config.InteractiveShell.colors = "nocolor"
@@ -203,6 +209,7 @@ def run_job(shell: Any, job: dict, execute: Callable[[Any, str], str] = execute)
 
     os.environ["COURSE_SEED"] = str(job["seed"])
     shell.reset(new_session=False)
+    shell.history_manager.outputs.clear()  # reset keeps what `show` displayed, for ever
     STATE.listener = stop_when_wrong if job.get("expected") is not None else None
     checks: dict[str, dict] = {}
     broken: dict[str, str] = {}

@@ -153,8 +153,8 @@ def generate_cached(
     absolute: the first token has position 0. model.config holds n_layers,
     n_kv_heads and head_dim.
 
-    Returns the n_new new ids and the number of positions fed to the model;
-    for n_new = 0 nothing is fed. Raises ValueError if ids is empty or n_new < 0.
+    Returns the n_new new ids and the number of positions fed to the model
+    (n_new = 0 feeds nothing). Raises ValueError if ids is empty or n_new < 0.
     """
     # stub: make one LayerKV per layer and an attention that appends to it
     if not ids:

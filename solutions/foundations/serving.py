@@ -42,7 +42,8 @@ def step_time(
     second; it computes 2 FLOPs per parameter (P of them) and sequence, at
     flops per second. The slower of the two sets the time.
 
-    Raises ValueError if B < 1, T < 0 or any of the others is not above 0.
+    Raises ValueError if B < 1, T < 0 or any of the others is not above 0, as
+    NaN is not.
     """
     # stub: find the bytes that one step reads, and divide them by bw
     if B < 1:
@@ -56,7 +57,7 @@ def step_time(
         ("bw", bw),
         ("flops", flops),
     ):
-        if value <= 0:
+        if not value > 0:  # catches NaN too
             raise ValueError(f"{name}={value}: must be above 0")
     return max((W + B * T * kappa) / bw, 2 * P * B / flops)
 
@@ -506,10 +507,7 @@ class Scheduler:
         Raises ValueError if token_budget or chunk is below 1.
         """
         # stub: keep the arguments, and make two empty lists of ids
-        if token_budget < 1:
-            raise ValueError(f"token_budget={token_budget}: must be >= 1")
-        if chunk < 1:
-            raise ValueError(f"chunk={chunk}: must be at least 1")
+        schedule([], [], token_budget, chunk)  # refuses a bad one
         self.cache, self.token_budget, self.chunk = cache, token_budget, chunk
         self.running: list[str] = []
         self.waiting: list[str] = []

@@ -26,6 +26,7 @@ FUNCTIONS: dict[str, dict[str, str]] = {  # the mutants that change nothing, and
         "constant#9: 1e+38 to 2e+38": "any floor below every score will do",
         "constant#11: 0.0 to 1.0": "K: masked keys get -inf later, padded columns meet zeros of q",
         "constant#15: 0.0 to 1.0": "V: masked keys weigh 0, padded columns are not stored",
+        ".to#5: drop tl.int64": "counts rows of the parts, which fit in 32 bits",
     },
     "_merge_lse_kernel": {
         "constant#6: 1e+38 to 2e+38": "any floor below every log-sum-exp will do",

@@ -10,7 +10,6 @@ from importlib import import_module
 from pathlib import Path
 
 from myst_nb.sphinx_ext import add_global_html_resources
-from pydata_sphinx_theme.pygments import overwrite_pygments_css
 
 from course.book import npm_packages
 from course.catalog import ROOT
@@ -29,7 +28,6 @@ FONTS = (
 STYLES = (
     "styles/theme.css",
     "styles/pydata-sphinx-theme.css",
-    "pygments.css",
     "styles/sphinx-book-theme.css",
     "copybutton.css",
     "mystnb.*.css",
@@ -49,7 +47,7 @@ SCRIPTS = (
     "course.js",
 )
 BUNDLES = ("course.css", "course.js")
-NEEDLESS = ("scripts", "styles", "vendor", "locales", "*-macros.html")
+NEEDLESS = ("pygments.css", "scripts", "styles", "vendor", "locales", "*-macros.html")
 THEMES = ("pydata_sphinx_theme", "sphinx_book_theme")
 ICON = re.compile(r"fa-[a-z0-9-]+")
 
@@ -77,8 +75,7 @@ def collect(app, config):
 
 def write_bundles(app, static: Path) -> None:
     """Replace `course.css` and `course.js` by all styles and all scripts."""
-    overwrite_pygments_css(app)  # these two come at the end of the build, too late for a bundle
-    add_global_html_resources(app, None)
+    add_global_html_resources(app, None)  # it comes at the end of the build, too late for a bundle
     styles = [(path, name.rpartition("/")[0]) for name in STYLES for path in static.glob(name)]
     scripts = bundle.script(static / name for name in SCRIPTS)
     named = {"fa-github", *ICON.findall(scripts)}  # the theme puts this name together
@@ -100,12 +97,13 @@ def write_maths_fonts(formulas: Iterable[str], folder: Path) -> None:
         (folder / f"{font.stem}.woff").write_bytes(bundle.glyphs(font, points))
 
 
-def needless(file, bundled: tuple[str, ...]) -> bool:
-    """Whether a page need not load a file: the bundle has it, or nothing reads what it sets."""
+def needless(file) -> bool:
+    """Whether a page need not load a file: a bundle has it, or nothing reads what it sets."""
     if not file.filename:
         return file.attributes["body"].strip().startswith("DOCUMENTATION_OPTIONS.")
     name = str(file.filename).removeprefix("_static/")
-    return name not in BUNDLES and any(fnmatch(name, pattern) for pattern in bundled)
+    patterns = (*STYLES, *SCRIPTS, *NEEDLESS)
+    return name not in BUNDLES and any(fnmatch(name, pattern) for pattern in patterns)
 
 
 def link(app, pagename, templatename, context, doctree):
@@ -116,8 +114,8 @@ def link(app, pagename, templatename, context, doctree):
         done = app.course_formulas.done.values()
         write_maths_fonts((one.get("html", "") for one in done), static / "katex" / "fonts")
         app.course_bundled = True
-    for kind, bundled in (("css_files", STYLES), ("script_files", SCRIPTS)):
-        context[kind] = [file for file in context[kind] if not needless(file, bundled)]
+    for kind in ("css_files", "script_files"):
+        context[kind] = [file for file in context[kind] if not needless(file)]
 
 
 def clear(app, exception):

@@ -28,7 +28,7 @@ COLOURS = {
 HREF = "{http://www.w3.org/1999/xlink}href"
 DROPPED = ("metadata", "style")
 LENGTHS = ("x", "y", "width", "height")
-TARGET = re.compile(r"(?<=#)[\w-]+(?=\)?$)")
+REFERENCE = re.compile(r"(^#|url\(#)([\w-]+)")  # of `href`, and of any attribute
 TOKEN = re.compile(r"[A-Za-z]|-?[\d.]+(?:e-?\d+)?")
 TRANSLATE = re.compile(r"(?<=translate\()[^)]*")
 ARGUMENTS = {"M": 2, "L": 2, "Q": 4, "C": 6}
@@ -111,10 +111,11 @@ def inline(source: str, prefix: str, label: str) -> str:
     except ET.ParseError as problem:
         raise ValueError(f"not an SVG file: {problem}") from None
     targets = {
-        found[0]
+        found[2]
         for element in root.iter()
-        for value in element.attrib.values()
-        if (found := TARGET.search(value))
+        for key, value in element.attrib.items()
+        for found in REFERENCE.finditer(value)
+        if key == HREF or found[1] != "#"
     }
     names = {old: f"{prefix}-{number}" for number, old in enumerate(sorted(targets), start=1)}
     size = root.get("viewBox", "").split()
@@ -154,15 +155,12 @@ def attribute(key: str, value: str, tag: str, names: dict[str, str]) -> str:
         return names.get(value, "")
     if key == "d":
         return short_path(value)
-    if key == "style":
-        return themed(value, tag)
-    if key == "transform":
-        return TRANSLATE.sub(lambda m: " ".join(map(short, m[0].split())), value)
     if key in LENGTHS:
         return short(value)
-    if key in (HREF, "clip-path"):
-        return TARGET.sub(lambda m: names[m[0]], value)
-    return value
+    if key == "transform":
+        return TRANSLATE.sub(lambda m: " ".join(map(short, m[0].split())), value)
+    value = REFERENCE.sub(lambda m: m[1] + names.get(m[2], m[2]), value)
+    return themed(value, tag) if key == "style" else value
 
 
 def embed(app, doctree, docname):

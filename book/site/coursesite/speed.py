@@ -8,6 +8,7 @@ import gc
 import os
 
 from pybtex import plugin
+from sphinx.search.en import SearchEnglish
 
 from course import solutions
 
@@ -15,11 +16,11 @@ CORES = 4  # resolving references and the search index stay with one, so more wo
 ALLOCATIONS = 50_000  # between two searches for garbage; Python's 700 suit smaller heaps
 
 
-def remember(module, name: str) -> None:
-    """Let a function keep its results for as long as this process builds."""
-    function = getattr(module, name)
+def remember(owner, name: str) -> None:
+    """Let a function of a module or class keep its results for as long as this process builds."""
+    function = getattr(owner, name)
     if not hasattr(function, "cache_info"):
-        setattr(module, name, functools.cache(function))
+        setattr(owner, name, functools.cache(function))
 
 
 def write_in_parallel(app, env):
@@ -31,4 +32,5 @@ def setup(app):
     gc.set_threshold(ALLOCATIONS, 20, 100)
     remember(plugin, "_load_entry_point")  # for each citation: what is installed, from the disk
     remember(solutions, "_tree")  # for each answer: the syntax of the whole file
+    remember(SearchEnglish, "stem")  # for each page: the stem of the same words
     app.connect("env-updated", write_in_parallel)

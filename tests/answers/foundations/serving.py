@@ -9,7 +9,7 @@ import triton.language as tl
 
 def step_time(B, T, W, P, kappa, bw, flops):
     """Time per token of the batch, then times the batch."""
-    if B < 1 or T < 0 or min(W, P, kappa, bw, flops) <= 0:
+    if B < 1 or T < 0 or not all(x > 0 for x in (W, P, kappa, bw, flops)):
         raise ValueError("an argument is out of range")
     reading = W / B + T * kappa
     computing = 2.0 * P

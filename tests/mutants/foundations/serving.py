@@ -51,9 +51,16 @@ _STEP = [
     ),
     (
         "zero_rate_accepted",
-        "if value <= 0:",
-        "if value < 0:",
+        "if not value > 0:",
+        "if not value >= 0:",
         "A constant of 0 must raise ValueError (your own, before anything is divided by it).",
+    ),
+    (
+        "nan_accepted",
+        "if not value > 0:",
+        "if value <= 0:",
+        "A constant that is NaN passes `value <= 0`, since every comparison with NaN is false, and "
+        "the time is NaN: refuse what is not above 0.",
     ),
 ]
 
@@ -1133,8 +1140,8 @@ EQUIVALENT: dict[str, dict[str, str]] = {
     },
     "Scheduler": {
         "constant#1: 0 to 1": "admission sets `done` before it is read",
-        "raise#6: drop": "list.remove raises ValueError as well, without naming the argument",
+        "raise#4: drop": "list.remove raises ValueError as well, without naming the argument",
         "operator#11: // to *": _EARLIER,
-        "compare#12: > to >=": _EARLIER,
+        "compare#10: > to >=": _EARLIER,
     },
 }
