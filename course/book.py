@@ -7,6 +7,7 @@ stored in the notebooks.
 """
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
@@ -152,7 +153,8 @@ def pack(site: Path, target: Path) -> None:
                 archive.writestr(entry, path.read_bytes())
         part.replace(target)
     except OSError as problem:
-        part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            part.unlink()
         raise CourseError(f"{target} cannot be written: {problem.strerror}") from None
 
 

@@ -90,6 +90,11 @@ def automatic(chapter: Chapter, key: str) -> Iterator[Mutant]:
         yield Mutant(key, mutation.id, mutation.source, "")
 
 
+def unequal(chapter: Chapter, key: str) -> int:
+    """How many automatic mutations of an answer are not listed as equivalent."""
+    return sum(1 for _ in automatic(chapter, key)) - len(module(chapter).EQUIVALENT.get(key, {}))
+
+
 def cells(
     record: Record, answers: dict[str, str], only: str | None = None, light: bool = False
 ) -> list[tuple[str, str, str]]:

@@ -17,6 +17,7 @@ ORANGE = "#d55e00"
 GREEN = "#00795a"
 PINK = "#b8568c"
 GREY = "#6b7280"
+GRID = "#d9dde3"
 SEQUENTIAL = "cividis"  # for heat maps: perceptually even, safe for colour-blind readers
 
 _STYLE: dict[Any, Any] = {
@@ -32,7 +33,7 @@ _STYLE: dict[Any, Any] = {
     "text.color": INK,
     "axes.grid": True,
     "axes.axisbelow": True,
-    "grid.color": "#d9dde3",
+    "grid.color": GRID,
     "grid.linewidth": 0.8,
     "lines.linewidth": 2.2,
     "lines.markersize": 6,

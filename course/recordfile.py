@@ -30,6 +30,7 @@ class Recorded:
     check: str  # fingerprint of its check cells: progress is kept while it stands
     expected: list[dict] = field(default_factory=list)  # name, values, tol, part (which check cell)
     known: list[dict] = field(default_factory=list)  # see course.mutants.fingerprints
+    automatic: int = 0  # changes by machine that its check has to reject
 
 
 @dataclass

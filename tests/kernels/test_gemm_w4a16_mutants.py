@@ -21,7 +21,7 @@ FUNCTIONS: dict[str, dict[str, str]] = {  # the mutants that change nothing, and
     "_w4a16_gemv_kernel": {},
     "_w4a16_gemm_kernel": {
         ".to#4: drop tl.int32": "the codes become the same floats, more slowly",
-        ".to#7: drop tl.int64": "counts rows of the parts, which fit in 32 bits; it is widened before N scales it",
+        ".to#7: drop tl.int64": "counts rows of the parts, which fit in 32 bits",
     },
     "_w4a16_sum_kernel": {},
     "w4a16_linear": {},

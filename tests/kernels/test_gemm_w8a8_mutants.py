@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="mutants could
 SOURCE = Path(original.__file__).read_text()
 FUNCTIONS: dict[str, dict[str, str]] = {  # the mutants that change nothing, and why
     "_w8a8_gemm_kernel": {
-        ".to#3: drop tl.int64": "counts rows of the parts, which fit in 32 bits; it is widened before N scales it",
+        ".to#3: drop tl.int64": "counts rows of the parts, which fit in 32 bits",
     },
     "_w8a8_sum_kernel": {},
     "w8a8_linear": {},

@@ -22,7 +22,14 @@ def describe_images(app, doctree):
     for image in doctree.findall(nodes.image):
         alt = image.get("alt", "").strip()
         if not alt or alt == image.get("uri"):
-            logger.warning("image %s has no alt text", image.get("uri"), location=image)
+            logger.warning("image %s has no alt text", image.get("uri"), location=place(image))
+
+
+def place(node: nodes.Node) -> nodes.Node:
+    """The nearest node around this one that knows its line."""
+    while node.line is None and node.parent is not None:
+        node = node.parent
+    return node
 
 
 def compare_catalog(app, env):

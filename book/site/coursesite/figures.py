@@ -22,7 +22,7 @@ COLOURS = {
     plots.GREEN: "green",
     plots.PINK: "pink",
     plots.GREY: "grey",
-    plots._STYLE["grid.color"]: "grid",
+    plots.GRID: "grid",
     "#ffffff": "paper",
 }
 HREF = "{http://www.w3.org/1999/xlink}href"

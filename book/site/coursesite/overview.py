@@ -75,13 +75,12 @@ def _table(chapter: Chapter) -> str:
     rows = []
     for exercise in record.exercises:
         key = exercise.key
-        equivalent = len(loaded.EQUIVALENT.get(key, {}))
         rows.append(
             (
                 len(loaded.MUTANTS.get(key, [])),
                 len(loaded.SHORTCUTS.get(key, [])),
-                sum(1 for _ in mutants.automatic(chapter, key)) - equivalent,
-                equivalent,
+                exercise.automatic,
+                len(loaded.EQUIVALENT.get(key, {})),
             )
         )
     total = [sum(column) for column in zip(*rows, strict=True)]
