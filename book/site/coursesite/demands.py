@@ -27,7 +27,7 @@ def describe_images(app, doctree):
 
 def place(node: nodes.Node) -> nodes.Node:
     """The nearest node around this one that knows its line."""
-    while node.line is None and node.parent is not None:
+    while not node.line and node.parent is not None:
         node = node.parent
     return node
 
