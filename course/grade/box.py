@@ -11,6 +11,7 @@ import os
 import re
 import secrets
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -92,6 +93,7 @@ class Box:
             self._root = os.geteuid() == 0 and _owns_all_uids()
             self._mounts = mounts.arguments(shared=self._root)
             cgroup.reap()
+            reap()
 
     def run(self, cells: Iterable[tuple[str, str, str]], seed: int) -> Boxed:
         """Execute (kind, key, source) cells in order and return what each check claims to show."""
@@ -290,6 +292,28 @@ class Box:
             "OMP_WAIT_POLICY": "PASSIVE",
             "TOKENIZERS_PARALLELISM": "false",
         }
+
+
+def reap() -> None:
+    """End what a killed grader or worker left behind.
+
+    bubblewrap's process outside dies with them. If it dies before the one inside has its own order
+    to do so, that one waits for it for ever: a process in a namespace whose parent is no bwrap.
+    """
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, AttributeError):  # it ended, or it is not ours
+            if (folder / "comm").read_text() != "bwrap\n":
+                continue
+            handle = os.pidfd_open(int(folder.name))
+            try:
+                status = (folder / "status").read_text()
+                inside = len(re.search(r"^NSpid:\s*(.+)$", status, re.M)[1].split()) > 1  # type: ignore[index]
+                parent = re.search(r"^PPid:\s*(\d+)$", status, re.M)[1]  # type: ignore[index]
+                ours = b"/course/grade/_boxrun.py\0" in (folder / "cmdline").read_bytes()
+                if inside and ours and Path(f"/proc/{parent}/comm").read_text() != "bwrap\n":
+                    signal.pidfd_send_signal(handle, signal.SIGKILL)
+            finally:
+                os.close(handle)
 
 
 def _pipe(stack: contextlib.ExitStack) -> tuple[Any, Any]:

@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any
 
 from course.errors import CourseError
-from course.grade.box import INFRASTRUCTURE, Box, Boxed, Denial, Limits
+from course.grade.box import INFRASTRUCTURE, Box, Boxed, Denial, Limits, reap
 from course.grade.child import PATIENCE
 from course.grade.grader import Cells, Executor
 from course.grade.results import code_hash
@@ -87,6 +87,7 @@ def executor(box: Box, workers: int, scheduler: str = "") -> Iterator[Executor]:
             Client(cluster, set_as_default=False) as client,
         ):
             yield Dask(client, box, prove=False)
+        reap()  # of a worker that died
 
 
 def _connected(client: Any, scheduler: str) -> Any:

@@ -98,6 +98,8 @@ class Grading:
     def end(self, code: int) -> None:
         self.until(COUNT + 1)
         assert self.process.wait(60) == code, Path(self.log.name).read_text()[-2000:]
+
+    def nothing_left(self) -> None:
         deadline = time.monotonic() + 30
         while left := [pid for pid, start in self.seen if start and began(pid) == start]:
             assert time.monotonic() < deadline, [said(pid, "cmdline") for pid in left]
@@ -130,6 +132,7 @@ def test_a_class_of_sixty_twice(tmp_path, course):
     first.until(COUNT // 4)
     first.kill_a_worker()
     first.end(0)
+    first.nothing_left()
 
     killed = Grading(checkout, taught, folder, tmp_path / "second")
     killed.until(random.Random(taught.chapter.slug).randrange(COUNT // 4, COUNT // 2))
@@ -139,6 +142,8 @@ def test_a_class_of_sixty_twice(tmp_path, course):
     assert 0 < len(some) < COUNT
     resumed = Grading(checkout, taught, folder, tmp_path / "second", "--resume")
     resumed.end(0)
+    killed.nothing_left()  # at the latest when somebody grades again
+    resumed.nothing_left()
 
     assert first.verdicts() == resumed.verdicts() and len(first.verdicts()) == COUNT
     assert some.items() <= resumed.verdicts().items()
