@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 FIRST := kv_cache
 # idle OpenMP threads must sleep, not spin: two workers share two cores
 export OMP_WAIT_POLICY := PASSIVE
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup --durations=15
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --durations=15
 
 .PHONY: help setup model book book-zip book-links cards test test-all lint start bench bench-gpu \
   notebooks clean

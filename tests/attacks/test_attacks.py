@@ -19,11 +19,7 @@ import pytest
 from tests.attacks import toy as toys
 from tests.attacks.toy import NAIVE, NBVAL, OURS, UNSAFE, Attack, Desk, Graded, Toy
 
-pytestmark = [
-    pytest.mark.skipif(sys.platform != "linux", reason="the box needs Linux"),
-    # for one worker; xdist 3.8 has no groups under pytest 9.2, where each worker computes its own
-    pytest.mark.xdist_group("attacks"),
-]
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the box needs Linux")
 PATIENCE = 120.0  # seconds of a naive grader; attacks that never end say how few suffice
 ATTACKS = [
     Attack(path.stem, importlib.import_module(f"tests.attacks.{path.stem}"))

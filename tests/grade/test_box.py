@@ -338,6 +338,43 @@ def test_nothing_outlives_a_killed_grader(unsafe, tmp_path):
     assert [folder for parent in cgroup._parents() for folder in parent.glob(left)] == []
 
 
+def waiting_box(*inside: str) -> tuple[subprocess.Popen, int]:
+    """A box that is never let go on: bubblewrap's two processes, the inner one by its id.
+
+    The outer one waits for a pipe before it tells the inner one to die with it.
+    """
+    (told, tell), (wait, gate) = os.pipe(), os.pipe()
+    command = ["bwrap", "--unshare-all", "--unshare-user", "--die-with-parent"]
+    command += ["--ro-bind", "/", "/", "--info-fd", str(tell), "--userns-block-fd", str(wait)]
+    outer = subprocess.Popen(
+        [*command, "--", sys.executable, *inside], pass_fds=(tell, wait, gate)
+    )  # the outer one holds its own gate, so that it stays shut
+    for end in (tell, wait, gate):
+        os.close(end)
+    with os.fdopen(told, "rb", 0) as said:
+        return outer, boxes._told_pid(said)
+
+
+def test_what_a_worker_leaves_that_died_while_a_box_began_is_ended():
+    ours, other = "/somewhere/course/grade/_boxrun.py", "/somewhere/else.py"
+    orphan, kept, foreign = waiting_box(ours), waiting_box(ours), waiting_box(other)
+    exists = lambda pid: Path(f"/proc/{pid}").exists()  # noqa: E731
+    try:
+        for outer, _ in (orphan, foreign):
+            outer.kill()
+            outer.wait()
+        boxes.reap()  # as the next grader does
+        assert wait_for(lambda: not exists(orphan[1]), 10)
+        assert exists(kept[1])  # its box is about to start
+        assert exists(foreign[1])  # somebody else's; that it waits for ever is the hole
+    finally:
+        for outer, inner in (orphan, kept, foreign):
+            outer.kill()
+            outer.wait()
+            if exists(inner):
+                os.kill(inner, signal.SIGKILL)
+
+
 def test_a_box_that_the_machine_kills_is_no_verdict(box):
     """Somebody else, as the kernel may, ends bubblewrap: the submission is not to blame."""
     done: list[boxes.Boxed] = []

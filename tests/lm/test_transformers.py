@@ -13,9 +13,6 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from course.lm import Llama, generate
 from course.lm.weights import GGUF, model_dir
 
-# Slow to load and large: with `--dist loadgroup` one worker runs them all.
-pytestmark = pytest.mark.xdist_group("transformers")
-
 PROMPTS = [
     "The capital of France is",
     "Monday, Tuesday, Wednesday,",

@@ -5,7 +5,6 @@ import threading
 from pathlib import Path
 
 import nbformat
-import pytest
 
 from course import watch
 from course.errors import CourseError
@@ -39,7 +38,6 @@ STUBS = {
 }  # keep the model and Triton out
 
 
-@pytest.mark.xdist_group("watch")
 def test_watch(tmp_path):
     path = tmp_path / "learner.ipynb"
     nbformat.write(answered(**STUBS), path)

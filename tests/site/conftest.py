@@ -14,13 +14,6 @@ from course.catalog import ROOT
 sys.path.append(str(ROOT / "book" / "site"))  # where Jupyter Book finds the extension
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep the site's tests in one xdist worker, which builds once."""
-    for item in items:
-        if Path(item.path).parent == Path(__file__).parent:
-            item.add_marker(pytest.mark.xdist_group("site"))
-
-
 Build = Callable[[Path, Path], subprocess.CompletedProcess]
 
 
