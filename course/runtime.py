@@ -48,8 +48,9 @@ def begin(chapter: str) -> None:
 
     from course.recordfile import load_for_feedback
 
-    # also fills torch.empty with NaN, so that a forgotten write looks the same at every run
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    # also fills torch.empty with NaN, so that a forgotten write looks the same at every run;
+    # use_deterministic_algorithms(True, warn_only=True) does this and imports a second of Inductor
+    torch.set_deterministic_debug_mode("warn")
     STATE.shown = []
     STATE.exercises = load_for_feedback(chapter) if seed() == 0 else {}
 

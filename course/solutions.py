@@ -5,6 +5,7 @@ what the learner starts from. Both come from one definition, so they cannot drif
 """
 
 import ast
+import functools
 import re
 import textwrap
 from pathlib import Path
@@ -74,9 +75,15 @@ def answer_cell(key: str, source: str) -> str:
 
 def _tree(path: Path) -> ast.Module:
     try:
-        return ast.parse(path.read_text(encoding="utf-8"))
+        return _parsed(path, path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CourseError(f"{path} does not exist: write the reference answers first") from None
+
+
+@functools.lru_cache(maxsize=8)  # every answer of a chapter asks for the same file
+def _parsed(path: Path, text: str) -> ast.Module:
+    try:
+        return ast.parse(text)
     except SyntaxError as problem:
         raise CourseError(f"{path}: line {problem.lineno}: {problem.msg}") from None
 

@@ -65,12 +65,6 @@ def test_nothing_is_published_twice(site: Path) -> None:
     assert not list((site / "_images").glob("*.svg"))
 
 
-def test_styles_name_files_that_exist(site: Path, style: str) -> None:
-    urls = [url for url in re.findall(r"url\([\"']?([^\"')]+)", style) if url[:5] != "data:"]
-    assert len(urls) > 10
-    assert not [url for url in urls if not (site / "_static" / url).is_file()]
-
-
 def points(font: bytes) -> set[int]:
     return set(TTFont(io.BytesIO(font)).getBestCmap())
 
@@ -244,14 +238,15 @@ def test_an_unknown_path_command_is_refused() -> None:
 # The bundle
 
 
-def test_a_stylesheet_shrinks_and_means_the_same() -> None:
-    css = (
+def test_a_stylesheet_shrinks_and_means_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "a.css"
+    path.write_text(
         '/* gone */ a  >  b , c { color : red ; content : "/* stays ;  */" ; }\n'
         "/*! a licence;  kept */\n@media (a) and (b) { p { margin: calc( 1px + 2px ) } }"
     )
-    assert bundle.shrink(css) == (
-        'a > b,c{color : red;content : "/* stays ;  */"}/*! a licence;  kept */ '
-        "@media (a) and (b){p{margin: calc( 1px + 2px )}}"
+    assert bundle.style([(path, "")]) == (
+        '@charset "UTF-8";a>b,c{color:red;content:"/* stays ;  */"}/*! a licence;  kept */'
+        "@media (a) and (b){p{margin:calc(1px + 2px)}}\n"
     )
 
 
@@ -264,7 +259,7 @@ def test_references_follow_a_stylesheet(tmp_path: Path) -> None:
     )
     whole = bundle.style([(tmp_path / "styles" / "a.css", "styles")])
     assert whole == (
-        '@charset "UTF-8";i{background: url(minus.png)}b{c: url(d/e.woff2),url(data:x),url(#f)}\n'
+        '@charset "UTF-8";i{background:url(minus.png)}b{c:url(d/e.woff2),url(data:x),url(#f)}\n'
     )
 
 

@@ -1,7 +1,7 @@
 """One stylesheet and one script out of the many that the theme and its helpers bring.
 
-Nothing is rewritten in them: comments and white space go, references to files are made to fit the
-new place, and of the icon font only the glyphs stay that something names.
+Styles lose comments and white space, their references to files are made to fit the new place, and
+of the icon font only the glyphs stay that something names; scripts stay as they are.
 """
 
 import base64
@@ -12,9 +12,8 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-STRING = r'"(?:\\.|[^"\\])*"|' + r"'(?:\\.|[^'\\])*'"
-COMMENT = re.compile(rf"({STRING}|/\*!.*?\*/)|/\*.*?\*/", re.DOTALL)  # `/*!` holds a licence
-SPACE = re.compile(rf"({STRING}|/\*!.*?\*/)|\s*([{{}};,])\s*|\s+", re.DOTALL)
+from rcssmin import cssmin
+
 CHARSET = re.compile(r'^@charset "[^"]*";', re.IGNORECASE)
 IMPORT = re.compile(r'@import\s+"([^"]+)";?')
 URL = re.compile(r"url\(\s*([\"']?)(?!data:|#)([^\"')]+)\1\s*\)")
@@ -24,13 +23,6 @@ SOURCE = re.compile(r"src:[^;}]*")
 PRIVATE = re.compile(r"\\([ef][0-9a-f]{3})(?![0-9a-f])|([\ue000-\uf8ff])")
 
 
-def shrink(css: str) -> str:
-    """A stylesheet without comments and needless white space."""
-    css = COMMENT.sub(lambda m: m[1] or " ", css)
-    css = SPACE.sub(lambda m: m[1] or m[2] or " ", css)
-    return css.replace(";}", "}").strip()
-
-
 def style(files: Iterable[tuple[Path, str]]) -> str:
     """One stylesheet of several, in their order.
 
@@ -38,7 +30,8 @@ def style(files: Iterable[tuple[Path, str]]) -> str:
         files: for each the file and the folder that its references start from, as seen from the
             folder of the result.
     """
-    return '@charset "UTF-8";' + "\n".join(shrink(rules(*file)) for file in files) + "\n"
+    css = "\n".join(rules(*file) for file in files)
+    return f'@charset "UTF-8";{cssmin(css, keep_bang_comments=True)}\n'  # `/*!` holds a licence
 
 
 def rules(path: Path, folder: str) -> str:

@@ -10,8 +10,6 @@ import os
 from pybtex import plugin
 from sphinx.search.en import SearchEnglish
 
-from course import solutions
-
 CORES = 4  # resolving references and the search index stay with one, so more would wait
 ALLOCATIONS = 50_000  # between two searches for garbage; Python's 700 suit smaller heaps
 
@@ -31,6 +29,5 @@ def write_in_parallel(app, env):
 def setup(app):
     gc.set_threshold(ALLOCATIONS, 20, 100)
     remember(plugin, "_load_entry_point")  # for each citation: what is installed, from the disk
-    remember(solutions, "_tree")  # for each answer: the syntax of the whole file
     remember(SearchEnglish, "stem")  # for each page: the stem of the same words
     app.connect("env-updated", write_in_parallel)
