@@ -132,11 +132,15 @@ def attempt(
     answers: dict[str, str],
     mutant: Mutant,
     lines: dict[str, dict],
+    seed: int = 0,
 ) -> Ran:
-    """Run the check of the mutant's exercise until its first difference."""
-    job = cells(record, {**answers, mutant.key: mutant.source}, mutant.key)
+    """Run the check of the mutant's exercise until its first difference from `lines`.
+
+    Under another seed than that of the recording the runs of the real model are left out.
+    """
+    job = cells(record, {**answers, mutant.key: mutant.source}, mutant.key, light=seed != 0)
     try:
-        return worker.run(job, expected=lines, timeout=TIMEOUT)[mutant.key]
+        return worker.run(job, seed, expected=lines, timeout=TIMEOUT)[mutant.key]
     except WorkerLost as lost:
         return Ran([], f"WorkerLost: {lost}")
 

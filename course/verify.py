@@ -13,6 +13,7 @@ from course.shell import Ran, Worker, WorkerLost
 
 SEEDS = 20  # second answers must pass under this many
 MODEL_SEEDS = 1  # and their runs of the real model under the first of them
+OTHER_SEEDS = 2  # written mutants must fail under these too, since a grader's seed is secret
 MIN_MUTANTS = 2
 MAX_COLUMNS = 79
 UNNAMED = 10  # at most one in so many known mistakes may go without its message
@@ -54,7 +55,7 @@ def verify(
 
     Args:
         execute: run the demos too and compare with what is recorded, instead of trusting the
-            hash of what they depend on.
+            hash of what they depend on; and try written mutants under SEEDS other seeds.
     """
     try:
         nb = notebook.read(chapter.md)
@@ -74,10 +75,13 @@ def verify(
         yield _executed(chapter, stored, progress)
     with Worker() as worker:
         yield from _runs(chapter, stored, worker, progress)
+        spent = worker.seconds
+        if execute:
+            yield _seeded(chapter, stored, worker, progress, stored.keys, SEEDS)
     yield Tick(
         "checks, mutants and second answers within the budget",
-        worker.seconds <= SLACK * chapter.seconds,
-        f"{worker.seconds:.0f} of {chapter.seconds} worker-seconds",
+        spent <= SLACK * chapter.seconds,
+        f"{spent:.0f} of {chapter.seconds} worker-seconds",
     )
 
 
@@ -199,6 +203,7 @@ def _runs(
     progress("stubs")
     yield _stubs_fail(chapter, stored, answers, worker, lines, keys)
     yield from _written(chapter, stored, answers, worker, lines, progress, keys)
+    yield _seeded(chapter, stored, worker, progress, keys, OTHER_SEEDS)
     yield from _automatic(chapter, stored, answers, worker, lines, progress, keys)
     yield _second(chapter, stored, answers, worker, progress, only)
 
@@ -253,6 +258,31 @@ def _written(
             )
     detail = "; ".join(survivors) or f"{len(wrong)} rejected"
     yield Tick("every written mutant and shortcut is rejected", not survivors, detail)
+
+
+def _seeded(
+    chapter: Chapter,
+    stored: Record,
+    worker: Worker,
+    progress: Callable[[str], None],
+    keys: list[str],
+    seeds: int,
+) -> Tick:
+    """Written mutants fail whatever the check draws; only runs of the real model are left out."""
+    answers, survivors = mutants.references(chapter, stored), []
+    wrong = [m for m in mutants.written(chapter) if m.key in keys and not m.shortcut]
+    for seed in range(1, seeds + 1):
+        progress(f"written mutants, seed {seed}")
+        want = worker.run(mutants.cells(stored, answers, light=True), seed, timeout=120)
+        lines = {line["name"]: line for ran in want.values() for line in ran.shown}
+        for mutant in list(wrong):
+            ran = mutants.attempt(worker, stored, answers, mutant, lines, seed)
+            if ran.error.startswith("WorkerLost"):
+                wrong.remove(mutant)  # an endless loop: once is enough
+            elif not ran.error and not any(differences(want[mutant.key].shown, ran.shown)):
+                survivors.append(f"{mutant.key}: {mutant.name}, seed {seed}")
+    name = f"written mutants are rejected under {seeds} other seeds"
+    return Tick(name, not survivors, "; ".join(survivors))
 
 
 def _automatic(

@@ -3,7 +3,8 @@
 `origin` tells the theme where the repository is, `chapters` completes a notebook's page, `gather`
 fills pages from the catalog and from files beside the chapters, `calculators` puts calculators into
 pages, `publish` adds what search engines and feeds want, `demands` refuses what Sphinx lets pass,
-`anchors` numbers figures and names glossary terms, `figures` draws the figures into the page,
+`anchors` numbers figures and names glossary terms, `objects` lets the search find those terms and
+the exercises, `figures` draws the figures into the page,
 `formulas` renders the maths, `assets` bundles styles, scripts and fonts, and `repairs` mends what
 the theme gets wrong.
 """
@@ -19,6 +20,7 @@ from coursesite import (
     gather,
     highlighting,
     navigation,
+    objects,
     origin,
     publish,
     repairs,
@@ -35,6 +37,7 @@ def setup(app):
         gather,
         calculators,
         demands,
+        objects,
         anchors,
         figures,
         formulas,

@@ -36,6 +36,7 @@ def name_terms(app, doctree):
         term["ids"].append(anchor)
         domain.labels[anchor] = (GLOSSARY, anchor, term.astext())
         domain.anonlabels[anchor] = (GLOSSARY, anchor)
+        app.env.get_domain("course").note("term", term.astext(), GLOSSARY, anchor)
 
 
 def setup(app):

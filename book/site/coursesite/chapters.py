@@ -92,7 +92,6 @@ def facts(chapter: catalog.Chapter, cells: list[dict], wrong: Counter) -> str:
     if wrong:
         quality = f"../../book/quality.html#{make_id(chapter.title)}"
         items.append(f'<a href="{quality}">{wrong.total()} wrong answers on file</a>')
-    items.append(f"<code>course start {chapter.slug}</code>")
     name = f"notebooks/{chapter.part}/{chapter.slug}"
     links = [
         f'<a href="{escape(address)}">Open in {place}</a>'
@@ -100,6 +99,7 @@ def facts(chapter: catalog.Chapter, cells: list[dict], wrong: Counter) -> str:
     ]
     notebook = f"../../_sources/{name}.ipynb"
     links.insert(1, f'<a href="{notebook}" download>Download the notebook</a>')
+    links.append(f"<code>course start {chapter.slug}</code>")
     links.append(f'<a href="{escape(report(name))}">Report a problem</a>')
     return (
         f'<p class="facts">{" · ".join(items)}</p>\n<p class="facts places">{" · ".join(links)}</p>'

@@ -186,7 +186,9 @@ def merged(texts: dict[str, str]) -> str:
 
 @dataclass
 class PlainAuthorYear(AuthorYearReferenceStyle):
-    """`Kwon et al., 2023` without brackets: the sentence around a citation sets its own."""
+    """`Kwon et al. 2023` without brackets: the sentence around a citation sets its own."""
+
+    author_year_sep: str = " "
 
     bracket_parenthetical: BracketStyle = field(default_factory=lambda: BracketStyle("", ""))
 

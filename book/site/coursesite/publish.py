@@ -3,9 +3,12 @@
 import datetime
 import email.utils
 import re
+import textwrap
 import xml.etree.ElementTree as ET
 from html import escape
 from pathlib import Path
+
+from docutils import nodes
 
 from course import catalog
 from coursesite.chapters import chapter_of
@@ -13,6 +16,7 @@ from coursesite.origin import VERSION, report
 
 CHANGELOG = "book/changelog"
 FEED = "changelog.xml"
+DESCRIPTION = 200  # characters that search engines show
 ENTRY = re.compile(r"^## (?P<version>\S+), (?P<date>\d{4}-\d\d-\d\d): (?P<title>.+)$", re.MULTILINE)
 OPEN_GRAPH = re.compile(r'(<meta (?:property="og:|name=")description" content=")[^"]*(")')
 OWN = re.compile(r'<meta content="([^"]*)" name="description" />')  # from the page's front matter
@@ -28,12 +32,18 @@ def card(pagename: str) -> str:
     return part[1] if part and part[1] in catalog.parts() else "course"
 
 
+def first_words(doctree) -> str:
+    """The first paragraph of a page, cut at a word where it is long; empty for a page without."""
+    first = next(doctree.findall(nodes.paragraph), None) if doctree else None
+    return escape(textwrap.shorten(first.astext(), DESCRIPTION, placeholder=" ...")) if first else ""
+
+
 def describe(app, pagename, templatename, context, doctree):
     """`html-page-context`, after the Open Graph extension: description, card, feed, report link."""
     tags = context.get("metatags", "")
     tags = CARD.sub(rf"\g<1>{card(pagename)}.png", tags)
     chapter, own = chapter_of(pagename), OWN.search(tags)
-    about = escape(chapter.about) if chapter else own[1] if own else ""
+    about = escape(chapter.about) if chapter else own[1] if own else first_words(doctree)
     if about:
         tags = OPEN_GRAPH.sub(lambda tag: f"{tag[1]}{about}{tag[2]}", tags)
     context["metatags"] = tags + (
@@ -42,6 +52,7 @@ def describe(app, pagename, templatename, context, doctree):
     )
     to, source = context["pathto"], catalog.repository()
     context["theme_extra_footer"] = (
+        f"<p>The course authors, {app.config.copyright}. Code under MIT, text under CC BY 4.0.</p>"
         f'<p>Version {VERSION} · <a href="{to(CHANGELOG)}">What is new</a> · '
         f'<a href="{to(FEED, 1)}">Feed</a> · <a href="{source}">Source</a> · '
         f'<a href="{escape(report(pagename))}">Report a problem on this page</a></p>'
