@@ -8,6 +8,8 @@ BODY = (
     (re.compile(r'role="doc-biblioentry"'), 'role="listitem"'),
     # the accessible name of a fold must be the text one sees
     (re.compile(r'<summary aria-label="Toggle hidden content">'), "<summary>"),
+    # a term and its definition are two words for the search
+    (re.compile(r"</dt><dd>"), "</dt>\n<dd>"),
     # a table of numbers with row names leaves its corner empty
     (re.compile(r"<th></th>"), '<th><span class="visually-hidden">row</span></th>'),
 )
