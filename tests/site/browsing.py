@@ -1,11 +1,11 @@
 """A browser window on the site, and the server behind it."""
 
+import contextlib
 import functools
 import http.server
 import shutil
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -30,8 +30,12 @@ class Handler(http.server.SimpleHTTPRequestHandler):
     def log_message(self, format: str, *args: object) -> None:
         pass
 
+    def copyfile(self, source, outputfile) -> None:
+        with contextlib.suppress(ConnectionError):  # the page was left before it had all
+            super().copyfile(source, outputfile)
 
-@contextmanager
+
+@contextlib.contextmanager
 def served(site: Path) -> Iterator[str]:
     """Serve the folder of a site; yields its address."""
     handler = functools.partial(Handler, directory=str(site))

@@ -114,8 +114,9 @@ def test_a_copy_button_copies_code_and_nothing_else(browser, address: str) -> No
 @pytest.mark.parametrize(
     ("words", "page"),
     [
-        ("prefill", "glossary.html"),  # a term
+        ("prefill", "glossary.html#term-prefill"),  # a term
         ("count positions", "kv_cache.html"),  # an exercise
+        ("max_concurrency", "kv_cache.html#exercise-6"),  # by the name that its answer defines
         ("attention_decode", "kernels.html"),  # a kernel
     ],
 )

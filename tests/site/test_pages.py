@@ -257,6 +257,8 @@ def test_every_page_is_described_and_has_a_card(site: Path, pages: Pages) -> Non
         assert description == tag(document, property="og:description")
         assert description == about.get(page, description)
         assert 40 <= len(description) <= 200 and "$" not in description, page
+        if page.startswith("book/parts/"):
+            assert description in " ".join(document.select_one("article p").text.split())
         told.append(description)
         card = urlsplit(tag(document, property="og:image")).path.removeprefix("/course/")
         part = page.split("/")[1 if page.startswith("notebooks/") else -1].removesuffix(".html")
