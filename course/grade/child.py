@@ -211,7 +211,7 @@ def waited(pid: int | str) -> float:
 def _status(pid: int) -> dict[str, int]:
     """The numbers of /proc/PID/status, sizes in bytes; empty if the process has ended."""
     try:
-        text = Path(f"/proc/{pid}/status").read_text()
+        text = Path(f"/proc/{pid}/status").read_text(errors="replace")  # a name is any bytes
     except OSError:
         return {}
     rows = re.findall(r"^(\w+):\s+(\d+)( kB)?$", text, re.M)

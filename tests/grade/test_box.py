@@ -105,6 +105,42 @@ for unsafe in (False, True):
     assert boxed == "[0]" and bare != "[0]", ran.stderr
 
 
+@pytest.mark.parametrize("unsafe", [False, True])
+def test_a_process_may_call_itself_anything(unsafe):
+    """A name need not be text, and it stands in what we read about all processes."""
+    renamed = """
+    import time
+    def f():
+        with open("/proc/self/comm", "wb") as file:
+            file.write(bytes([0xff, 0x0b, 0x85]))
+        time.sleep({})
+        return 1
+    """
+    assert value(Box(unsafe=unsafe).run(cells(renamed.format(0.5)), 0)) == 1
+    loop = textwrap.dedent(renamed.format(600)) + "f()"
+    sleeping = subprocess.Popen([sys.executable, "-c", loop])
+    try:
+        name = Path(f"/proc/{sleeping.pid}/comm")
+        assert wait_for(lambda: name.read_bytes().startswith(b"\xff"))
+        boxes.reap()
+        assert sleeping.poll() is None
+    finally:
+        sleeping.kill()
+        sleeping.wait()
+
+
+def test_what_goes_wrong_beside_a_box_that_stands_is_a_verdict(monkeypatch):
+    """It may be the box's doing: it must cost this run alone, and be no reason to run again."""
+
+    def look(run: child.Run) -> None:
+        if run.stood:
+            raise ValueError("unheard \x9bof")
+
+    monkeypatch.setattr(child.Run, "_watch", look)
+    boxed = Box(unsafe=True).run(cells("import time\ndef f():\n    time.sleep(9)"), 0)
+    assert (boxed.status, boxed.detail) == ("died", "ValueError: unheard of")
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root chooses the users of boxes")
 def test_no_two_boxes_have_the_same_host_user(box):
     source = "def f():\n    return open('/proc/self/uid_map').read().split()[4]"
