@@ -103,7 +103,10 @@ class Run:
 
     def _read(self, source: int, errors: int) -> bool:
         """Take what is there; False at the end of a stream."""
-        part = os.read(source, 1 << 16)
+        try:
+            part = os.read(source, 1 << 16)
+        except BlockingIOError:  # a box may open our pipes too and take back what it wrote
+            return True
         if source == errors:
             self.heard += len(part)
             self.said = (self.said + part)[-_TAIL:]
