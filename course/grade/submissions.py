@@ -34,6 +34,8 @@ MAX_MEMBERS = 10_000
 MAX_CELLS = 2_000
 NOTEBOOKS = (".ipynb", ".md")
 _NOT_NOTEBOOK = "is not a notebook"
+_INNER = ("work", "notebooks")  # the folders of a submission
+Present = Callable[[Path, list[str]], list[str]]
 
 
 @dataclass(frozen=True)
@@ -66,20 +68,21 @@ class Answer:
     fingerprint: str = ""
 
 
-def listed(folder: Path) -> list[Submission]:
+def listed(folder: Path, holds: Present | None = None) -> list[Submission]:
     """The submissions in a folder, in order of their names; a file is one submission.
 
-    A folder that holds `notebooks` or `work` is itself the one submission. CourseError if there is
-    nothing to grade.
+    A folder that holds `notebooks` or `work` is itself the one submission, unless what lies beside
+    them are submissions. CourseError if there is nothing to grade, or no telling which it is.
+
+    Args:
+        holds: `Reader.present`, where nothing that was handed in may be opened in this process.
     """
     if not folder.exists():
         raise CourseError(f"{folder} does not exist: name the folder that holds the submissions")
-    if folder.is_file() or any((folder / inner).is_dir() for inner in ("notebooks", "work")):
+    if folder.is_file() or _is_one(folder, holds or present):
         path = folder.resolve()
         return [Submission(path.stem if path.is_file() else path.name, path)]
-    with os.scandir(folder) as entries:
-        names = sorted(e.name for e in entries if not e.name.startswith("."))
-    found = [_entry(folder / name) for name in names]
+    found = [_entry(path) for path in _visible(folder)]
     if not found:
         raise CourseError(f"{folder} holds no submissions: each is a folder, a notebook or a zip")
     twice = {id for id, count in Counter(s.id for s in found).items() if count > 1}
@@ -88,6 +91,28 @@ def listed(folder: Path) -> list[Submission]:
         problem = f"several submissions are called {one.id}: keep one" if one.id in twice else ""
         out[one.id] = Submission(one.id, one.path, problem or one.problem)
     return list(out.values())
+
+
+def _is_one(folder: Path, holds: Present) -> bool:
+    """Whether a folder is one submission; a learner of a class may be called `work`."""
+    inner = [name for name in _INNER if (folder / name).is_dir()]
+    if not inner:
+        return False
+    slugs = [chapter.slug for chapter in catalog.chapters() if chapter.status == "ready"]
+    own = {*_INNER, *(slug + suffix for slug in slugs for suffix in NOTEBOOKS)}
+    beside = (_entry(path) for path in _visible(folder) if path.name not in own)
+    other = next((o for o in beside if not o.problem and holds(o.path, slugs)), None)
+    if other and holds(folder, slugs):
+        raise CourseError(
+            f"{folder} holds `{inner[0]}`, as one submission does, and `{other.path.name}`, as a "
+            f"class does: rename one of them"
+        )
+    return other is None
+
+
+def _visible(folder: Path) -> list[Path]:
+    with os.scandir(folder) as entries:
+        return sorted(folder / e.name for e in entries if not e.name.startswith("."))
 
 
 def _entry(path: Path) -> Submission:
@@ -241,7 +266,7 @@ def _only_folder(path: Path) -> str:
     """`inner/` where a submission is one folder in a folder, as archives often unpack."""
     with os.scandir(path) as entries:
         names = [e.name for e in entries if not e.name.startswith((".", "__MACOSX"))]
-    if len(names) == 1 and names[0] not in ("work", "notebooks"):
+    if len(names) == 1 and names[0] not in _INNER:
         inner = path / names[0]
         if inner.is_dir() and not inner.is_symlink():
             return f"{names[0]}/"
@@ -281,7 +306,7 @@ def _zip(file: io.BufferedReader) -> Iterator[_Files]:
         alike.setdefault(_folded(member.filename), []).append(member)
     firsts = {m.filename.split("/")[0] for m in members} - {"__MACOSX"}
     only = firsts.pop() if len(firsts) == 1 else ""
-    deeper = only and only not in ("work", "notebooks") and not only.endswith(NOTEBOOKS)
+    deeper = only and only not in _INNER and not only.endswith(NOTEBOOKS)
     prefix = f"{only}/" if deeper else ""
     with archive:
         yield _Files(lambda name: _member(archive, alike, prefix + name))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from course.catalog import ROOT
 from course.errors import CourseError
 from course.grade import submissions
 from course.grade.reader import Reader
@@ -238,6 +239,28 @@ def test_the_list_of_a_class(tmp_path):
     for wrong in ("empty", "nowhere"):
         with pytest.raises(CourseError, match="submissions"):
             submissions.listed(tmp_path / wrong)
+
+
+@pytest.mark.parametrize("inner", ["work", "notebooks"])
+def test_a_learner_called_work_does_not_stand_for_the_class(tmp_path, inner):
+    put(tmp_path / "mine", f"work/{SLUG}.ipynb", GOOD)
+    for beside in (f"{SLUG}.ipynb", "scratch.ipynb", "README.md", "data.zip", "results/a/x.ipynb"):
+        put(tmp_path / "mine", beside, GOOD if beside.startswith(SLUG) else b"{}")
+    (tmp_path / "mine" / "loop.ipynb").symlink_to("loop.ipynb")
+    assert [s.id for s in submissions.listed(tmp_path / "mine")] == ["mine"]
+    put(tmp_path / "class", f"{inner}/README.md", b"x")
+    assert [s.id for s in submissions.listed(tmp_path / "class")] == ["class"]
+    put(tmp_path / "class", f"{inner}/deeper/{IN_PART}", GOOD)
+    put(tmp_path / "class", "anna.ipynb", GOOD)
+    assert [s.id for s in submissions.listed(tmp_path / "class")] == ["anna", inner]
+    place = f"{inner}/{SLUG}.ipynb" if inner == "work" else IN_PART
+    put(tmp_path / "class", place, GOOD)
+    with pytest.raises(CourseError, match=f"`{inner}`.*`anna.ipynb`.*rename"):
+        submissions.listed(tmp_path / "class")
+
+
+def test_a_checkout_of_the_course_is_one_submission():
+    assert [s.path for s in submissions.listed(ROOT)] == [ROOT]
 
 
 def test_the_roster(tmp_path):
