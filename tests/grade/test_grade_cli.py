@@ -185,6 +185,12 @@ def test_results_do_not_go_among_the_submissions(tmp_path, taught, grade):
     assert set(by_id(tmp_path / "class" / "results")) == {"anna"}
 
 
+def test_a_link_to_itself_is_one_unreadable_submission(tmp_path, taught, grade):
+    handed(tmp_path / "class", "anna", taught, **taught.ours)
+    (tmp_path / "class" / "x.ipynb").symlink_to("x.ipynb")
+    assert "1 graded, 1 unreadable" in grade(tmp_path / "class", "--out", tmp_path / "out")
+
+
 def command(*arguments) -> list[str]:
     return [sys.executable, "-m", "course.cli", "grade", *map(str, arguments)]
 
