@@ -13,6 +13,7 @@ from course.grade.box import Box, Limits
 from course.grade.grader import Batch, Outcome, Reference, grade_all, reference
 from course.grade.reader import Reader
 from course.grade.submissions import Student, Submission
+from course.text import line
 
 Progress = Callable[[str, int, int | None, str], None]  # what, how many are done, of, remark
 
@@ -162,9 +163,7 @@ def _report(
     for state in ("unreadable", "missing", "infrastructure error"):
         if states.count(state):
             parts.append(f"{states.count(state)} {state}")
-    warnings = [
-        f"{report.shown(row.id)} is not on the roster" for row in total.rows if row.stranger
-    ]
+    warnings = [f"{line(row.id)} is not on the roster" for row in total.rows if row.stranger]
     warnings += box.guarantees()
     for slug, chapter in ours.items():
         warnings += [f"{slug}/{key} is {why}" for key, why in chapter.closed.items()]

@@ -32,9 +32,9 @@ from course.grade.child import (
     TICK,
     Limits,
     Run,
-    plain,
 )
 from course.shell import Ran
+from course.text import plain
 
 FILE_SIZE = 64 << 20  # bytes of one file that boxed code writes
 _INSIDE_UID = 1000

@@ -23,13 +23,12 @@ from course.grade.results import Results, name_of
 from course.grade.submissions import Student
 from course.grade.verdict import INFRASTRUCTURE, STATUSES, UNCHECKABLE
 from course.recordfile import write_text
+from course.text import line, plain
 
 _XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _FORMULA = tuple("=+-@|%＝＋－＠")
 _SLOWEST = 10
 _MISTAKES = 10
-# characters that make text read otherwise than it is stored
-_BIDI = re.compile("[\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]")
 
 
 @dataclass
@@ -147,7 +146,7 @@ def _gather(
     for id in ids:
         verdict = _verdict(results, id)
         if verdict is None:
-            raise CourseError(f"the verdict on {shown(id)} is missing: say `--resume`")
+            raise CourseError(f"the verdict on {line(id)} is missing: say `--resume`")
         student = known.get(normal(id))
         seen.add(normal(id))
         points = {}
@@ -221,22 +220,17 @@ def normal(id: str) -> str:
     return unicodedata.normalize("NFC", id).strip()
 
 
-def shown(text: str) -> str:
-    """Text that every UTF-8 file can hold: half a surrogate becomes its escape."""
-    return _BIDI.sub("", text.encode("utf-8", "backslashreplace").decode())
-
-
 def cell(value: Any) -> Any:
     """A CSV cell that no spreadsheet takes for a formula."""
     if not isinstance(value, str):
         return value
-    text = _XML.sub("", shown(value))
+    text = xml(value)
     return f"'{text}" if text.lstrip().startswith(_FORMULA) else text
 
 
 def xml(text: str) -> str:
-    """Text without the characters that XML forbids even as escapes."""
-    return _XML.sub("", shown(text))
+    """Plain text without the characters that XML forbids even as escapes."""
+    return _XML.sub("", plain(text))
 
 
 def _csv(header: list[str], rows: Iterable[list[Any]]) -> str:

@@ -27,6 +27,7 @@ from course import catalog, lint, notebook, recordfile
 from course.catalog import Chapter
 from course.errors import CourseError
 from course.recordfile import Record
+from course.text import line
 
 MAX_FILE = 8 << 20  # bytes of one notebook
 MAX_ZIP = 64 << 20
@@ -88,7 +89,9 @@ def listed(folder: Path, holds: Present | None = None) -> list[Submission]:
     twice = {id for id, count in Counter(s.id for s in found).items() if count > 1}
     out = {}
     for one in found:
-        problem = f"several submissions are called {one.id}: keep one" if one.id in twice else ""
+        problem = (
+            f"several submissions are called {line(one.id)}: keep one" if one.id in twice else ""
+        )
         out[one.id] = Submission(one.id, one.path, problem or one.problem)
     return list(out.values())
 
@@ -104,8 +107,8 @@ def _is_one(folder: Path, holds: Present) -> bool:
     other = next((o for o in beside if not o.problem and holds(o.path, slugs)), None)
     if other and holds(folder, slugs):
         raise CourseError(
-            f"{folder} holds `{inner[0]}`, as one submission does, and `{other.path.name}`, as a "
-            f"class does: rename one of them"
+            f"{folder} holds `{inner[0]}`, as one submission does, and "
+            f"`{line(other.path.name)}`, as a class does: rename one of them"
         )
     return other is None
 
@@ -148,7 +151,7 @@ def roster(path: Path) -> list[Student]:
             }
             student = Student(**wanted)
             if not student.id or student.id in students:
-                said = f"repeats `{student.id}`" if student.id else "has no id"
+                said = f"repeats `{line(student.id)}`" if student.id else "has no id"
                 raise CourseError(f"{path}, line {rows.line_num}, {said}: ids must be unique")
             students[student.id] = student
     except csv.Error as problem:

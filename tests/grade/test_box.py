@@ -134,7 +134,7 @@ def test_what_goes_wrong_beside_a_box_that_stands_is_a_verdict(monkeypatch):
 
     def look(run: child.Run) -> None:
         if run.stood:
-            raise ValueError("unheard \x9bof")
+            raise ValueError("unheard \x9fof")
 
     monkeypatch.setattr(child.Run, "_watch", look)
     boxed = Box(unsafe=True).run(cells("import time\ndef f():\n    time.sleep(9)"), 0)

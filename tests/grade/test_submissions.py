@@ -274,6 +274,7 @@ def test_the_roster(tmp_path):
         ("name\nAnn\n", "no column `id`"),
         ("", "no column `id`"),
         ("id\ns1\ns1\n", "repeats `s1`"),
+        ("id\n\x1b[31ms1\n\x1b[31ms1\n", "repeats `s1`"),
         ("id,name\n,Ann\n", "has no id"),
         ('id\n"s1\n', "not a CSV"),
     ):
