@@ -7,7 +7,6 @@ into. Verdicts are read one by one, so that a class of any size fits.
 import csv
 import io
 import re
-import unicodedata
 import xml.etree.ElementTree as ET
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -20,7 +19,7 @@ from course.check import PASSED, UNTRIED
 from course.errors import CourseError
 from course.grade.grader import Reference
 from course.grade.results import Results, name_of
-from course.grade.submissions import Student
+from course.grade.submissions import Student, normal
 from course.grade.verdict import INFRASTRUCTURE, STATUSES, UNCHECKABLE
 from course.recordfile import write_text
 from course.text import line, plain
@@ -213,11 +212,6 @@ def _problems(verdict: dict) -> str:
     """What is wrong with a submission as a whole or with the notebook of a chapter."""
     found = [verdict["problem"], *(c["problem"] for c in verdict["chapters"].values())]
     return "; ".join(dict.fromkeys(filter(None, found)))
-
-
-def normal(id: str) -> str:
-    """An id as it is matched with the roster: the same characters may be stored in two ways."""
-    return unicodedata.normalize("NFC", id).strip()
 
 
 def cell(value: Any) -> Any:

@@ -86,13 +86,12 @@ def listed(folder: Path, holds: Present | None = None) -> list[Submission]:
     found = [_entry(path) for path in _visible(folder)]
     if not found:
         raise CourseError(f"{folder} holds no submissions: each is a folder, a notebook or a zip")
-    twice = {id for id, count in Counter(s.id for s in found).items() if count > 1}
-    out = {}
+    twice = {id for id, count in Counter(normal(s.id) for s in found).items() if count > 1}
+    out: dict[str, Submission] = {}
     for one in found:
-        problem = (
-            f"several submissions are called {line(one.id)}: keep one" if one.id in twice else ""
-        )
-        out[one.id] = Submission(one.id, one.path, problem or one.problem)
+        many = f"several submissions are called {line(one.id)}: keep one"
+        problem = many if normal(one.id) in twice else one.problem
+        out.setdefault(normal(one.id), Submission(one.id, one.path, problem))
     return list(out.values())
 
 
@@ -129,6 +128,11 @@ def _entry(path: Path) -> Submission:
     return Submission(path.stem, path)
 
 
+def normal(id: str) -> str:
+    """An id as it is matched with the roster: the same characters may be stored in two ways."""
+    return unicodedata.normalize("NFC", id).strip()
+
+
 def roster(path: Path) -> list[Student]:
     """Read a CSV with a column `id` and optionally `name`, `email`, `github`.
 
@@ -150,10 +154,10 @@ def roster(path: Path) -> list[Student]:
                 n: (row.get(columns.get(n, "")) or "").strip() for n in Student.__annotations__
             }
             student = Student(**wanted)
-            if not student.id or student.id in students:
+            if not student.id or normal(student.id) in students:
                 said = f"repeats `{line(student.id)}`" if student.id else "has no id"
                 raise CourseError(f"{path}, line {rows.line_num}, {said}: ids must be unique")
-            students[student.id] = student
+            students[normal(student.id)] = student
     except csv.Error as problem:
         raise CourseError(f"{path} is not a CSV file: {problem}") from None
     return list(students.values())

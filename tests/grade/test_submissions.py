@@ -259,6 +259,17 @@ def test_a_learner_called_work_does_not_stand_for_the_class(tmp_path, inner):
         submissions.listed(tmp_path / "class")
 
 
+def test_ids_that_the_roster_cannot_tell_apart_are_one_student(tmp_path):
+    for name in ("anna", "anna ", "caf\u00e9", "cafe\u0301", "bob"):
+        put(tmp_path / "class", f"{name}.ipynb", GOOD)
+    found = submissions.listed(tmp_path / "class")
+    assert [submissions.normal(s.id) for s in found] == ["anna", "bob", "caf\u00e9"]
+    assert ["several submissions" in s.problem for s in found] == [True, False, True]
+    (tmp_path / "r.csv").write_text("id\ncaf\u00e9\ncafe\u0301\n", encoding="utf-8")
+    with pytest.raises(CourseError, match="line 3, repeats"):
+        submissions.roster(tmp_path / "r.csv")
+
+
 def test_a_checkout_of_the_course_is_one_submission():
     assert [s.path for s in submissions.listed(ROOT)] == [ROOT]
 
