@@ -35,6 +35,7 @@ MAX_MEMBERS = 10_000
 MAX_CELLS = 2_000
 NOTEBOOKS = (".ipynb", ".md")
 _NOT_NOTEBOOK = "is not a notebook"
+_SAVE_AS = "save it as CSV UTF-8 with commas"
 _INNER = ("work", "notebooks")  # the folders of a submission
 Present = Callable[[Path, list[str]], list[str]]
 
@@ -136,27 +137,33 @@ def normal(id: str) -> str:
 def roster(path: Path) -> list[Student]:
     """Read a CSV with a column `id` and optionally `name`, `email`, `github`.
 
-    CourseError if it has no such column, an empty or repeated id, or is not UTF-8 text.
+    Rows without any text, which spreadsheets leave, are skipped. CourseError if it has no such
+    column, an empty or repeated id, or is not UTF-8 text.
     """
     try:
         text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as problem:
-        raise CourseError(f"{path} cannot be read as UTF-8 text: {problem}") from None
-    head = text.split("\n", 1)[0]
+    except OSError as problem:
+        raise CourseError(f"{path} cannot be read: {problem.strerror}") from None
+    except UnicodeDecodeError as problem:
+        raise CourseError(f"{path} is not UTF-8 text, {_SAVE_AS}: {problem}") from None
+    head = next((row for row in text.splitlines() if row.strip(" ,;")), "")
     delimiter = ";" if head.count(";") > head.count(",") else ","  # some spreadsheets write `;`
     students: dict[str, Student] = {}
     try:
-        rows = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
-        if "id" not in (columns := {(c or "").strip().lower(): c for c in rows.fieldnames or ()}):
-            raise CourseError(f"{path} has no column `id`: its first line must name the columns")
+        reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+        rows = ([value.strip() for value in row] for row in reader if "".join(row).strip())
+        columns = {name.lower(): at for at, name in enumerate(next(rows, []))}
+        if "id" not in columns:
+            raise CourseError(
+                f"{path} has no column `id`: its first line must name the columns; if it does, "
+                f"{_SAVE_AS}"
+            )
         for row in rows:
-            wanted = {
-                n: (row.get(columns.get(n, "")) or "").strip() for n in Student.__annotations__
-            }
-            student = Student(**wanted)
+            known = {name: row[at] for name, at in columns.items() if at < len(row)}
+            student = Student(**{name: known.get(name, "") for name in Student.__annotations__})
             if not student.id or normal(student.id) in students:
                 said = f"repeats `{line(student.id)}`" if student.id else "has no id"
-                raise CourseError(f"{path}, line {rows.line_num}, {said}: ids must be unique")
+                raise CourseError(f"{path}, line {reader.line_num}, {said}: ids must be unique")
             students[normal(student.id)] = student
     except csv.Error as problem:
         raise CourseError(f"{path} is not a CSV file: {problem}") from None

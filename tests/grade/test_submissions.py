@@ -292,8 +292,29 @@ def test_the_roster(tmp_path):
         path.write_text(text)
         with pytest.raises(CourseError, match=word):
             submissions.roster(path)
-    path.write_bytes(b"id\n\xff\n")
-    with pytest.raises(CourseError, match="UTF-8"):
+    for data in (
+        b"id\n\xff\n",
+        "id\ns1\n".encode("utf-16"),
+        b"sep=;\nid\n",
+        b"id\tname\ns1\tAnn\n",
+    ):
+        path.write_bytes(data)
+        with pytest.raises(CourseError, match="save it as CSV UTF-8"):
+            submissions.roster(path)
+
+
+@pytest.mark.parametrize("delimiter", [",", ";"])
+def test_empty_rows_of_a_spreadsheet_are_nobody(tmp_path, delimiter):
+    path = tmp_path / "r.csv"
+    path.write_text(
+        "\r\n,,\r\nid,name,x\r\ns1,Ann\r\n,,\r\n , \r\n\r\ns2\r\n,,".replace(",", delimiter)
+    )
+    assert submissions.roster(path) == [
+        submissions.Student("s1", "Ann"),
+        submissions.Student("s2"),
+    ]
+    path.write_text("id,name\n,,\n,Ann\n".replace(",", delimiter))
+    with pytest.raises(CourseError, match="line 3, has no id"):
         submissions.roster(path)
 
 
