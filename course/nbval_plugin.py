@@ -26,12 +26,12 @@ from course import compare, notebook, recordfile
 from course.catalog import find
 from course.errors import CourseError
 from course.runtime import MIME
+from course.text import plain
 
 MAX_OUTPUT = 1 << 20  # bytes of text that one cell may send
 MAX_SAID = 1000  # characters of one value or error that a verdict repeats
 DEFAULT_TIMEOUT = 60.0
 _NBVAL_TIMEOUT = 2000  # nbval's own default, far too long for an exercise
-_ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[@-_]")
 _FRAME = re.compile(r"^\s*Cell In\[(\d+)\], line (\d+)", re.MULTILINE)
 _PRELUDE = f"import course.floodgate; course.floodgate.install({MAX_OUTPUT})"
 _FRESH = "%reset -f"  # a warm kernel must not remember helpers that were deleted since
@@ -39,11 +39,6 @@ _FRESH = "%reset -f"  # a warm kernel must not remember helpers that were delete
 
 class KernelDied(Exception):
     """The kernel process is gone."""
-
-
-def plain(text: str) -> str:
-    """Text without terminal escapes and control characters, safe in JUnit and terminals."""
-    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f]", "", _ANSI.sub("", text))
 
 
 def cut(text: str) -> str:

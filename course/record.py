@@ -22,6 +22,7 @@ from course.notebook import Cell
 from course.recordfile import Record, Recorded, save, write_text
 from course.runtime import MIME
 from course.shell import Worker, WorkerLost
+from course.text import plain
 
 MAX_TEXT, MAX_IMAGE = 20 << 10, 150 << 10
 MIN_BITS = 32
@@ -232,7 +233,7 @@ def _execute(
     from nbclient import NotebookClient
     from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 
-    from course.nbval_plugin import kernel_environment, plain
+    from course.nbval_plugin import kernel_environment
 
     filled = copy.deepcopy(nb)
     for cell in cells:

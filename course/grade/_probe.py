@@ -6,6 +6,7 @@ Runs before any grading. Each attempt is real: a denial that is only configured 
 import contextlib
 import ctypes
 import errno
+import fcntl
 import importlib.util
 import os
 import resource
@@ -82,6 +83,7 @@ def _attempts(job: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
     yield "memory of one process", _limitless, "RLIMIT_AS"
     yield "the model can be read and not written", _model
     yield "no dangerous system call", _calls, job["calls"]
+    yield "no lease on a file", _lease
     yield "no new namespace", _new_namespace
     yield "no socket to a hypervisor", _socket, 40  # AF_VSOCK, which no namespace hides
 
@@ -246,6 +248,14 @@ def _calls(numbers: dict[str, int]) -> str:
         if result != -1 or ctypes.get_errno() != errno.EPERM:
             could.append(name)
     return ", ".join(could)
+
+
+def _lease() -> str:
+    """On a file of our own, of which every user may have one."""
+    with tempfile.NamedTemporaryFile() as file, open(file.name, "rb") as again:
+        file.close()  # who writes to it is in the way
+        fcntl.fcntl(again, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+    return "holds up whoever opens it"
 
 
 def _new_namespace() -> str:

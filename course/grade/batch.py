@@ -13,6 +13,7 @@ from course.grade.box import Box, Limits
 from course.grade.grader import Batch, Outcome, Reference, grade_all, reference
 from course.grade.reader import Reader
 from course.grade.submissions import Student, Submission
+from course.text import line
 
 Progress = Callable[[str, int, int | None, str], None]  # what, how many are done, of, remark
 
@@ -49,16 +50,17 @@ def run(plan: Plan, progress: Progress = lambda *_: None) -> Summary:
     Raises CourseError for whatever keeps the whole batch from being graded; a bad submission never
     does.
     """
-    found = submissions.listed(plan.submissions)
-    found = [one for one in found if one.path.resolve() != plan.out.resolve()]
-    students = submissions.roster(plan.roster) if plan.roster else None
-    if plan.out.resolve() == plan.submissions.resolve():
-        raise CourseError("`--out` must not be the folder of submissions: name another")
-    # an endless loop must cost its own cell before it costs the whole run
-    limits = Limits(seconds=plan.seconds, cell_seconds=plan.seconds / 4, memory=plan.memory)
-    box = Box(limits, plan.unsafe)
-    _prove(box, progress)
+    out, place = (os.path.realpath(path) for path in (plan.out, plan.submissions))
     with Reader() as reader:
+        found = submissions.listed(plan.submissions, reader.present)
+        found = [one for one in found if os.path.realpath(one.path) != out]
+        students = submissions.roster(plan.roster) if plan.roster else None
+        if out == place:
+            raise CourseError("`--out` must not be the folder of submissions: name another")
+        # an endless loop must cost its own cell before it costs the whole run
+        limits = Limits(seconds=plan.seconds, cell_seconds=plan.seconds / 4, memory=plan.memory)
+        box = Box(limits, plan.unsafe)
+        _prove(box, progress)
         chapters = _chapters(plan, found, reader)
         wanted = {
             "chapters": [chapter.slug for chapter in chapters],
@@ -161,9 +163,7 @@ def _report(
     for state in ("unreadable", "missing", "infrastructure error"):
         if states.count(state):
             parts.append(f"{states.count(state)} {state}")
-    warnings = [
-        f"{report.shown(row.id)} is not on the roster" for row in total.rows if row.stranger
-    ]
+    warnings = [f"{line(row.id)} is not on the roster" for row in total.rows if row.stranger]
     warnings += box.guarantees()
     for slug, chapter in ours.items():
         warnings += [f"{slug}/{key} is {why}" for key, why in chapter.closed.items()]

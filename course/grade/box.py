@@ -32,9 +32,9 @@ from course.grade.child import (
     TICK,
     Limits,
     Run,
-    plain,
 )
 from course.shell import Ran
+from course.text import plain
 
 FILE_SIZE = 64 << 20  # bytes of one file that boxed code writes
 _INSIDE_UID = 1000
@@ -177,8 +177,9 @@ class Box:
             try:
                 self._launch(run, "probe" in job, stack)
                 run.follow()
-            except OSError as problem:
-                run.end(INFRASTRUCTURE, f"the box did not start: {problem}")
+            except Exception as problem:  # once a box stands, it may have brought this about
+                what = plain(f"{type(problem).__name__}: {problem}")
+                run.end(DIED if run.stood else INFRASTRUCTURE, what)
             finally:
                 run.stop()
         run.seconds = time.monotonic() - start
@@ -302,15 +303,15 @@ def reap() -> None:
     """
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it ended, or it is not ours
-            if (folder / "comm").read_text() != "bwrap\n":
+            if (folder / "comm").read_bytes() != b"bwrap\n":  # a name is any bytes
                 continue
             handle = os.pidfd_open(int(folder.name))
             try:
-                lines = (folder / "status").read_text().splitlines()
-                status = dict(line.split(":\t", 1) for line in lines)
+                text = (folder / "status").read_text(errors="replace")
+                status = dict(re.findall(r"^(\w+):\t(.*)$", text, re.M))
                 inside, parent = len(status["NSpid"].split()) > 1, status["PPid"]
                 ours = b"/course/grade/_boxrun.py\0" in (folder / "cmdline").read_bytes()
-                if inside and ours and Path(f"/proc/{parent}/comm").read_text() != "bwrap\n":
+                if inside and ours and Path(f"/proc/{parent}/comm").read_bytes() != b"bwrap\n":
                     signal.pidfd_send_signal(handle, signal.SIGKILL)
             finally:
                 os.close(handle)

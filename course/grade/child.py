@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from course.grade import cgroup
+from course.text import plain
 
 OK, TIMEOUT, MEMORY, OUTPUT, DIED = "ok", "timeout", "memory", "output", "died"
 INFRASTRUCTURE = "infrastructure"
@@ -26,7 +27,6 @@ PATIENCE = 3  # on a busy machine a run may last this many times its limit, wait
 _PAUSE = 0.001  # after each read: a box that sends byte by byte must not keep us busy
 _TAIL = 4000  # characters of what a box says on stderr that are kept
 _OWN_TASKS = 2  # bubblewrap's own process in the box, and one for the limit's edge
-_CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,10 @@ class Run:
 
     def _read(self, source: int, errors: int) -> bool:
         """Take what is there; False at the end of a stream."""
-        part = os.read(source, 1 << 16)
+        try:
+            part = os.read(source, 1 << 16)
+        except BlockingIOError:  # a box may open our pipes too and take back what it wrote
+            return True
         if source == errors:
             self.heard += len(part)
             self.said = (self.said + part)[-_TAIL:]
@@ -173,7 +176,7 @@ class Run:
         assert self.child and self.child.stderr
         os.set_blocking(self.child.stderr.fileno(), False)
         last = self.child.stderr.read(_TAIL) or b""  # of a child that never stood
-        said = plain((self.said + last).decode("utf-8", "replace"))
+        said = plain((self.said + last).decode("utf-8", "replace")).strip()
         if not self.stood:
             self.status = INFRASTRUCTURE
             self.detail = f"the box did not start: {said or self.detail or f'exit status {code}'}"
@@ -211,7 +214,7 @@ def waited(pid: int | str) -> float:
 def _status(pid: int) -> dict[str, int]:
     """The numbers of /proc/PID/status, sizes in bytes; empty if the process has ended."""
     try:
-        text = Path(f"/proc/{pid}/status").read_text()
+        text = Path(f"/proc/{pid}/status").read_text(errors="replace")  # a name is any bytes
     except OSError:
         return {}
     rows = re.findall(r"^(\w+):\s+(\d+)( kB)?$", text, re.M)
@@ -234,8 +237,3 @@ def _oom_kills() -> int:
         found = re.search(r"^oom_kill (\d+)$", Path("/proc/vmstat").read_text(), re.M)
         return int(found[1]) if found else 0
     return 0
-
-
-def plain(text: str) -> str:
-    """Text that is safe in terminals, JUnit and HTML escaping."""
-    return _CONTROL.sub("", text).strip()

@@ -26,6 +26,8 @@ _CONFIG = {
     "distributed.scheduler.worker-saturation": 1.0,  # nothing waits behind a running box
     "distributed.admin.tick.limit": "60s",  # a busy machine is no news
     "distributed.worker.daemon": True,
+    # a worker is `python -c`, which would import from the folder of submissions that we stand in
+    "distributed.nanny.pre-spawn-environ.PYTHONSAFEPATH": "1",
     # no pages about the cluster, which anybody on this machine could read
     "distributed.scheduler.http.routes": [],
     "distributed.worker.http.routes": [],

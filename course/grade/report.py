@@ -7,7 +7,6 @@ into. Verdicts are read one by one, so that a class of any size fits.
 import csv
 import io
 import re
-import unicodedata
 import xml.etree.ElementTree as ET
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -20,16 +19,15 @@ from course.check import PASSED, UNTRIED
 from course.errors import CourseError
 from course.grade.grader import Reference
 from course.grade.results import Results, name_of
-from course.grade.submissions import Student
+from course.grade.submissions import Student, normal
 from course.grade.verdict import INFRASTRUCTURE, STATUSES, UNCHECKABLE
 from course.recordfile import write_text
+from course.text import line, plain
 
 _XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _FORMULA = tuple("=+-@|%＝＋－＠")
 _SLOWEST = 10
 _MISTAKES = 10
-# characters that make text read otherwise than it is stored
-_BIDI = re.compile("[\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]")
 
 
 @dataclass
@@ -147,7 +145,7 @@ def _gather(
     for id in ids:
         verdict = _verdict(results, id)
         if verdict is None:
-            raise CourseError(f"the verdict on {shown(id)} is missing: say `--resume`")
+            raise CourseError(f"the verdict on {line(id)} is missing: say `--resume`")
         student = known.get(normal(id))
         seen.add(normal(id))
         points = {}
@@ -216,27 +214,17 @@ def _problems(verdict: dict) -> str:
     return "; ".join(dict.fromkeys(filter(None, found)))
 
 
-def normal(id: str) -> str:
-    """An id as it is matched with the roster: the same characters may be stored in two ways."""
-    return unicodedata.normalize("NFC", id).strip()
-
-
-def shown(text: str) -> str:
-    """Text that every UTF-8 file can hold: half a surrogate becomes its escape."""
-    return _BIDI.sub("", text.encode("utf-8", "backslashreplace").decode())
-
-
 def cell(value: Any) -> Any:
     """A CSV cell that no spreadsheet takes for a formula."""
     if not isinstance(value, str):
         return value
-    text = _XML.sub("", shown(value))
+    text = xml(value)
     return f"'{text}" if text.lstrip().startswith(_FORMULA) else text
 
 
 def xml(text: str) -> str:
-    """Text without the characters that XML forbids even as escapes."""
-    return _XML.sub("", shown(text))
+    """Plain text without the characters that XML forbids even as escapes."""
+    return _XML.sub("", plain(text))
 
 
 def _csv(header: list[str], rows: Iterable[list[Any]]) -> str:

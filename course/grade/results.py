@@ -24,6 +24,7 @@ from course.grade.grader import Outcome
 from course.recordfile import write_text
 
 _SEED_FILE = ".seed"
+_FOLDERS = ("verdicts", "timing", "lost", "report")
 
 
 class Results:
@@ -42,10 +43,12 @@ class Results:
         return self.verdict(id) is not None
 
     def verdict(self, id: str) -> dict | None:
-        return _read(self.verdict_path(id))
+        return _verdict(self.verdict_path(id), id)
 
     def timing(self, id: str) -> dict:
-        return _read(self.folder / "timing" / f"{name_of(id)}.json") or {"seconds": 0, "boxes": []}
+        """How long the boxes of a submission took; nothing if nobody knows any more."""
+        found = _read(self.folder / "timing" / f"{name_of(id)}.json")
+        return found if found and _is_timing(found) else {"seconds": 0, "boxes": []}
 
     def add(self, outcome: Outcome) -> None:
         """Keep one outcome. What the infrastructure lost is kept apart, to be graded on resume."""
@@ -61,7 +64,7 @@ class Results:
 
     def lost(self, id: str) -> dict | None:
         """The provisional verdict on a submission that got lost twice."""
-        return _read(self.lost_path(id))
+        return _verdict(self.lost_path(id), id)
 
     def close(self) -> None:
         """Publish the seed: nothing more is graded under it."""
@@ -89,7 +92,7 @@ def opened(
     batch was begun differently or by another version of the course.
     """
     results = Results(folder)
-    there = _read(folder / "batch.json")
+    there = _begun(folder)
     if resume and there is None:
         raise CourseError(f"{folder} holds no batch to resume: leave `--resume` out")
     if not resume and folder.exists() and any(folder.iterdir()):
@@ -115,7 +118,19 @@ def opened(
 
 def chapters(folder: Path) -> list[str]:
     """The chapters of the batch in a folder; none if there is no batch."""
-    return (_read(folder / "batch.json") or {"chapters": []})["chapters"]
+    return (_begun(folder) or {"chapters": []})["chapters"]
+
+
+def _begun(folder: Path) -> dict | None:
+    """What was written of the batch in a folder; CourseError if it is damaged."""
+    there = _read(folder / "batch.json")
+    if there is None:
+        return None
+    names, state = there.get("chapters"), there.get("state")
+    sound = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    if not sound or state not in ("open", "closed") or "seed_sha256" not in there:
+        raise CourseError(f"{folder}/batch.json is damaged: grade into a new folder")
+    return there
 
 
 def _begin(results: Results, seed: int | None, wanted: dict[str, Any]) -> None:
@@ -123,7 +138,7 @@ def _begin(results: Results, seed: int | None, wanted: dict[str, Any]) -> None:
     file = os.open(results.folder / _SEED_FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(file, "w") as out:
         out.write(str(results.seed))
-    digest = hashlib.sha256(str(results.seed).encode()).hexdigest()
+    digest = _digest(results.seed)
     results.batch = {"state": "open", "seed_sha256": digest, "course": code_hash(), **wanted}
     write_text(results.folder / "batch.json", _dump(results.batch))
 
@@ -137,16 +152,27 @@ def _continue(results: Results, there: dict, wanted: dict[str, Any]) -> None:
             f"the batch in {results.folder} was begun with another {other[0]} "
             f"({there.get(other[0])!r}, now {now[other[0]]!r}): grade into a new folder"
         )
+    for name in _FOLDERS:
+        if (results.folder / name).is_symlink():
+            raise CourseError(f"{results.folder}/{name} is a link to files of somebody: remove it")
     try:
-        secret = (results.folder / _SEED_FILE).read_text()
-        results.seed = there["seed"] if results.closed else int(secret)
-    except (OSError, ValueError):
-        if not results.closed:
-            raise CourseError(
-                f"{results.folder}/{_SEED_FILE} is missing or unreadable: without its seed the "
-                f"batch cannot be continued, grade into a new folder"
-            ) from None
-        results.seed = there["seed"]
+        secret = (results.folder / _SEED_FILE).read_text() if not results.closed else there["seed"]
+        results.seed = int(secret)
+    except (OSError, ValueError, TypeError, KeyError):
+        raise CourseError(
+            f"the seed of the batch in {results.folder} is missing or unreadable: without its seed "
+            f"the batch cannot be continued, grade into a new folder"
+        ) from None
+    if _digest(results.seed) != there["seed_sha256"]:
+        raise CourseError(
+            f"the seed in {results.folder} is not the one that its batch was begun with: grade "
+            f"into a new folder"
+        )
+
+
+def _digest(seed: int) -> str:
+    """What binds a batch to its seed while nobody may know it."""
+    return hashlib.sha256(str(seed).encode()).hexdigest()
 
 
 def name_of(id: str) -> str:
@@ -171,6 +197,23 @@ def _dump(data: dict) -> str:
 def _read(path: Path) -> dict | None:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return data if isinstance(data, dict) else None
+
+
+def _verdict(path: Path, id: str) -> dict | None:
+    """The verdict on a submission; a file without one is none, so that it is graded again."""
+    found = _read(path)
+    whole = found and found.get("id") == id and isinstance(found.get("chapters"), dict)
+    return found if whole else None
+
+
+def _is_timing(data: dict) -> bool:
+    boxes = data.get("boxes")
+    return isinstance(boxes, list) and all(
+        isinstance(box, dict)
+        and {"chapter", "what", "seconds"} <= set(box)
+        and isinstance(box.get("checks"), dict)
+        for box in boxes
+    )

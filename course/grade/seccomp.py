@@ -2,7 +2,8 @@
 
 Namespaces hide the host; this closes what they leave open: keyrings, which outlive a box; memory
 that no limit counts (memfd, System V); reading other processes; making namespaces, which brings
-back privileges; sockets to a hypervisor. Numbers are those of the kernel's `unistd` headers.
+back privileges; sockets to a hypervisor; leases on files that all boxes open.
+Numbers are those of the kernel's `unistd` headers.
 """
 
 import platform
@@ -15,9 +16,12 @@ EPERM, ENOSYS = 1, 38
 CLONE3 = {"x86_64": 435, "aarch64": 435}
 CLONE = {"x86_64": 56, "aarch64": 220}
 SOCKET = {"x86_64": 41, "aarch64": 198}
+FCNTL = {"x86_64": 72, "aarch64": 25}
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _NEW_NAMESPACES = 0x7E020000  # CLONE_NEW{NS,CGROUP,UTS,IPC,USER,PID,NET}
 _FAMILIES = (1, 2, 10, 16)  # AF_UNIX, AF_INET, AF_INET6, AF_NETLINK; not vsock, alg, packet …
+# F_SETLEASE: who opens the file then waits for us, a classmate too; F_NOTIFY: who reads the folder
+_COMMANDS = (1024, 1026)
 
 # name: (x86_64, aarch64)
 DENIED = {
@@ -77,7 +81,7 @@ DENIED = {
 
 _LOAD, _JEQ, _JGE, _JSET, _RET = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _ERRNO, _KILL_PROCESS = 0x7FFF0000, 0x00050000, 0x80000000
-_NUMBER, _ARCH, _ARG0 = 0, 4, 16  # offsets in struct seccomp_data; argument 0's low half
+_NUMBER, _ARCH, _ARG0, _ARG1 = 0, 4, 16, 24  # offsets in struct seccomp_data; low halves
 
 
 def machine() -> str:
@@ -122,6 +126,12 @@ def _steps(arch: str) -> Iterator[tuple[int, int, int, int]]:
     yield _JSET, 0, 1, _NEW_NAMESPACES
     yield _RET, 0, 0, _ERRNO | EPERM
     yield _RET, 0, 0, _ALLOW
+    yield _JEQ, 0, 3 + len(_COMMANDS), FCNTL[arch]
+    yield _LOAD, 0, 0, _ARG1
+    for left, command in zip(range(len(_COMMANDS), 0, -1), _COMMANDS, strict=True):
+        yield _JEQ, left, 0, command
+    yield _RET, 0, 0, _ALLOW
+    yield _RET, 0, 0, _ERRNO | EPERM
     yield _JEQ, 0, 2 + len(_FAMILIES), SOCKET[arch]
     yield _LOAD, 0, 0, _ARG0
     for left, family in zip(range(len(_FAMILIES), 0, -1), _FAMILIES, strict=True):

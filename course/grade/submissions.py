@@ -27,6 +27,7 @@ from course import catalog, lint, notebook, recordfile
 from course.catalog import Chapter
 from course.errors import CourseError
 from course.recordfile import Record
+from course.text import line
 
 MAX_FILE = 8 << 20  # bytes of one notebook
 MAX_ZIP = 64 << 20
@@ -34,6 +35,9 @@ MAX_MEMBERS = 10_000
 MAX_CELLS = 2_000
 NOTEBOOKS = (".ipynb", ".md")
 _NOT_NOTEBOOK = "is not a notebook"
+_SAVE_AS = "save it as CSV UTF-8 with commas"
+_INNER = ("work", "notebooks")  # the folders of a submission
+Present = Callable[[Path, list[str]], list[str]]
 
 
 @dataclass(frozen=True)
@@ -66,28 +70,52 @@ class Answer:
     fingerprint: str = ""
 
 
-def listed(folder: Path) -> list[Submission]:
+def listed(folder: Path, holds: Present | None = None) -> list[Submission]:
     """The submissions in a folder, in order of their names; a file is one submission.
 
-    A folder that holds `notebooks` or `work` is itself the one submission. CourseError if there is
-    nothing to grade.
+    A folder that holds `notebooks` or `work` is itself the one submission, unless what lies beside
+    them are submissions. CourseError if there is nothing to grade, or no telling which it is.
+
+    Args:
+        holds: `Reader.present`, where nothing that was handed in may be opened in this process.
     """
     if not folder.exists():
         raise CourseError(f"{folder} does not exist: name the folder that holds the submissions")
-    if folder.is_file() or any((folder / inner).is_dir() for inner in ("notebooks", "work")):
+    if folder.is_file() or _is_one(folder, holds or present):
         path = folder.resolve()
         return [Submission(path.stem if path.is_file() else path.name, path)]
-    with os.scandir(folder) as entries:
-        names = sorted(e.name for e in entries if not e.name.startswith("."))
-    found = [_entry(folder / name) for name in names]
+    found = [_entry(path) for path in _visible(folder)]
     if not found:
         raise CourseError(f"{folder} holds no submissions: each is a folder, a notebook or a zip")
-    twice = {id for id, count in Counter(s.id for s in found).items() if count > 1}
-    out = {}
+    twice = {id for id, count in Counter(normal(s.id) for s in found).items() if count > 1}
+    out: dict[str, Submission] = {}
     for one in found:
-        problem = f"several submissions are called {one.id}: keep one" if one.id in twice else ""
-        out[one.id] = Submission(one.id, one.path, problem or one.problem)
+        many = f"several submissions are called {line(one.id)}: keep one"
+        problem = many if normal(one.id) in twice else one.problem
+        out.setdefault(normal(one.id), Submission(one.id, one.path, problem))
     return list(out.values())
+
+
+def _is_one(folder: Path, holds: Present) -> bool:
+    """Whether a folder is one submission; a learner of a class may be called `work`."""
+    inner = [name for name in _INNER if (folder / name).is_dir()]
+    if not inner:
+        return False
+    slugs = [chapter.slug for chapter in catalog.chapters() if chapter.status == "ready"]
+    own = {*_INNER, *(slug + suffix for slug in slugs for suffix in NOTEBOOKS)}
+    beside = (_entry(path) for path in _visible(folder) if path.name not in own)
+    other = next((o for o in beside if not o.problem and holds(o.path, slugs)), None)
+    if other and holds(folder, slugs):
+        raise CourseError(
+            f"{folder} holds `{inner[0]}`, as one submission does, and "
+            f"`{line(other.path.name)}`, as a class does: rename one of them"
+        )
+    return other is None
+
+
+def _visible(folder: Path) -> list[Path]:
+    with os.scandir(folder) as entries:
+        return sorted(folder / e.name for e in entries if not e.name.startswith("."))
 
 
 def _entry(path: Path) -> Submission:
@@ -101,31 +129,42 @@ def _entry(path: Path) -> Submission:
     return Submission(path.stem, path)
 
 
+def normal(id: str) -> str:
+    """An id as it is matched with the roster: the same characters may be stored in two ways."""
+    return unicodedata.normalize("NFC", id).strip()
+
+
 def roster(path: Path) -> list[Student]:
     """Read a CSV with a column `id` and optionally `name`, `email`, `github`.
 
-    CourseError if it has no such column, an empty or repeated id, or is not UTF-8 text.
+    Rows without any text, which spreadsheets leave, are skipped. CourseError if it has no such
+    column, an empty or repeated id, or is not UTF-8 text.
     """
     try:
         text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as problem:
-        raise CourseError(f"{path} cannot be read as UTF-8 text: {problem}") from None
-    head = text.split("\n", 1)[0]
+    except OSError as problem:
+        raise CourseError(f"{path} cannot be read: {problem.strerror}") from None
+    except UnicodeDecodeError as problem:
+        raise CourseError(f"{path} is not UTF-8 text, {_SAVE_AS}: {problem}") from None
+    head = next((row for row in text.splitlines() if row.strip(" ,;")), "")
     delimiter = ";" if head.count(";") > head.count(",") else ","  # some spreadsheets write `;`
     students: dict[str, Student] = {}
     try:
-        rows = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
-        if "id" not in (columns := {(c or "").strip().lower(): c for c in rows.fieldnames or ()}):
-            raise CourseError(f"{path} has no column `id`: its first line must name the columns")
+        reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+        rows = ([value.strip() for value in row] for row in reader if "".join(row).strip())
+        columns = {name.lower(): at for at, name in enumerate(next(rows, []))}
+        if "id" not in columns:
+            raise CourseError(
+                f"{path} has no column `id`: its first line must name the columns; if it does, "
+                f"{_SAVE_AS}"
+            )
         for row in rows:
-            wanted = {
-                n: (row.get(columns.get(n, "")) or "").strip() for n in Student.__annotations__
-            }
-            student = Student(**wanted)
-            if not student.id or student.id in students:
-                said = f"repeats `{student.id}`" if student.id else "has no id"
-                raise CourseError(f"{path}, line {rows.line_num}, {said}: ids must be unique")
-            students[student.id] = student
+            known = {name: row[at] for name, at in columns.items() if at < len(row)}
+            student = Student(**{name: known.get(name, "") for name in Student.__annotations__})
+            if not student.id or normal(student.id) in students:
+                said = f"repeats `{line(student.id)}`" if student.id else "has no id"
+                raise CourseError(f"{path}, line {reader.line_num}, {said}: ids must be unique")
+            students[normal(student.id)] = student
     except csv.Error as problem:
         raise CourseError(f"{path} is not a CSV file: {problem}") from None
     return list(students.values())
@@ -241,7 +280,7 @@ def _only_folder(path: Path) -> str:
     """`inner/` where a submission is one folder in a folder, as archives often unpack."""
     with os.scandir(path) as entries:
         names = [e.name for e in entries if not e.name.startswith((".", "__MACOSX"))]
-    if len(names) == 1 and names[0] not in ("work", "notebooks"):
+    if len(names) == 1 and names[0] not in _INNER:
         inner = path / names[0]
         if inner.is_dir() and not inner.is_symlink():
             return f"{names[0]}/"
@@ -281,7 +320,7 @@ def _zip(file: io.BufferedReader) -> Iterator[_Files]:
         alike.setdefault(_folded(member.filename), []).append(member)
     firsts = {m.filename.split("/")[0] for m in members} - {"__MACOSX"}
     only = firsts.pop() if len(firsts) == 1 else ""
-    deeper = only and only not in ("work", "notebooks") and not only.endswith(NOTEBOOKS)
+    deeper = only and only not in _INNER and not only.endswith(NOTEBOOKS)
     prefix = f"{only}/" if deeper else ""
     with archive:
         yield _Files(lambda name: _member(archive, alike, prefix + name))

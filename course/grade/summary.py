@@ -6,6 +6,7 @@ checked passed, else 1. Whatever a submission said is escaped for both.
 """
 
 import json
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -95,7 +96,8 @@ def _told(exercise: dict) -> str:
 def _text(submission: Path, name: str) -> str:
     """The notebook as text, for its line numbers; empty if it is no ordinary file in there."""
     path = submission / name
-    inside = path.resolve().is_relative_to(submission.resolve())
+    whole = Path(os.path.realpath(submission))  # `resolve` raises for a link to itself
+    inside = Path(os.path.realpath(path)).is_relative_to(whole)
     if not (name and inside and path.is_file() and path.stat().st_size <= MAX_FILE):
         return ""
     return path.read_text(encoding="utf-8", errors="replace")

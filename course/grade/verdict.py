@@ -11,9 +11,10 @@ from typing import Any
 
 from course import compare, mistakes
 from course.check import BLOCKED, FAILED, PASSED, UNTRIED
-from course.nbval_plugin import cut, differences, plain
+from course.nbval_plugin import cut, differences
 from course.recordfile import Recorded
 from course.shell import Ran
+from course.text import plain
 
 UNCHECKABLE, INFRASTRUCTURE = "not checkable here", "infrastructure error"
 STATUSES = (PASSED, FAILED, BLOCKED, UNTRIED, UNCHECKABLE, INFRASTRUCTURE)

@@ -105,6 +105,42 @@ for unsafe in (False, True):
     assert boxed == "[0]" and bare != "[0]", ran.stderr
 
 
+@pytest.mark.parametrize("unsafe", [False, True])
+def test_a_process_may_call_itself_anything(unsafe):
+    """A name need not be text, and it stands in what we read about all processes."""
+    renamed = """
+    import time
+    def f():
+        with open("/proc/self/comm", "wb") as file:
+            file.write(bytes([0xff, 0x0b, 0x85]))
+        time.sleep({})
+        return 1
+    """
+    assert value(Box(unsafe=unsafe).run(cells(renamed.format(0.5)), 0)) == 1
+    loop = textwrap.dedent(renamed.format(600)) + "f()"
+    sleeping = subprocess.Popen([sys.executable, "-c", loop])
+    try:
+        name = Path(f"/proc/{sleeping.pid}/comm")
+        assert wait_for(lambda: name.read_bytes().startswith(b"\xff"))
+        boxes.reap()
+        assert sleeping.poll() is None
+    finally:
+        sleeping.kill()
+        sleeping.wait()
+
+
+def test_what_goes_wrong_beside_a_box_that_stands_is_a_verdict(monkeypatch):
+    """It may be the box's doing: it must cost this run alone, and be no reason to run again."""
+
+    def look(run: child.Run) -> None:
+        if run.stood:
+            raise ValueError("unheard \x9fof")
+
+    monkeypatch.setattr(child.Run, "_watch", look)
+    boxed = Box(unsafe=True).run(cells("import time\ndef f():\n    time.sleep(9)"), 0)
+    assert (boxed.status, boxed.detail) == ("died", "ValueError: unheard of")
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root chooses the users of boxes")
 def test_no_two_boxes_have_the_same_host_user(box):
     source = "def f():\n    return open('/proc/self/uid_map').read().split()[4]"
@@ -238,6 +274,32 @@ def test_a_forged_reply_is_never_a_result(box, sent, status):
 def test_text_before_the_reply_spoils_it(box):
     boxed = box.run(cells(f"{FIND_REPLY}\ndef f():\n    return os.write(reply(), b'{{}}')"), 0)
     assert boxed.status == "died"
+
+
+def test_a_box_that_takes_its_bytes_back_is_not_the_hosts_fault():
+    """Where boxes run as the grader's user, they can open our pipes for reading, and race us."""
+    drain = """
+    import os, time
+    def f():
+        pairs = []
+        for fd in range(3, 50):
+            try:
+                if os.readlink(f"/proc/self/fd/{fd}").startswith("pipe:"):
+                    read = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_NONBLOCK)
+                    pairs.append((fd, read))
+            except OSError:
+                pass
+        end = time.monotonic() + 2
+        while time.monotonic() < end:
+            for write, read in pairs:
+                try:
+                    os.write(write, b" ")
+                    os.read(read, 9)
+                except OSError:
+                    pass
+        return len(pairs)
+    """
+    assert value(Box(unsafe=True).run(cells(drain), 0)) >= 2
 
 
 def test_what_is_shown_is_limited_by_exercise(box):

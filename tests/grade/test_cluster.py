@@ -53,6 +53,19 @@ def test_a_box_runs_on_a_worker_and_says_what_it_showed(dask):
     assert dask.run(cells("import os\nos._exit(0)"), 0).status == "died"
 
 
+def test_a_worker_imports_nothing_from_the_folder_that_the_grader_stands_in(tmp_path, monkeypatch):
+    """`cd submissions; course grade .`: a learner's folder may be called like a library."""
+    place, mark = tmp_path / "multiprocessing", tmp_path / "ran outside the box"
+    place.mkdir()
+    (place / "__init__.py").write_text(f"open({str(mark)!r}, 'w').close()\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    monkeypatch.setattr(cluster, "MARGIN", 30.0)
+    with cluster.executor(Box(Limits(seconds=60), unsafe=True), 2) as made:
+        works(made)
+    assert not mark.exists()
+
+
 def test_nobody_else_on_this_machine_gets_in(dask):
     from distributed import Client
 

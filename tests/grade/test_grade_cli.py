@@ -84,13 +84,15 @@ def test_one_bad_submission_changes_no_other(tmp_path, taught, grade):
 def test_the_roster_adds_who_is_missing_and_tells_strangers(tmp_path, taught, grade):
     handed(tmp_path / "class", "anna", taught, **taught.ours)
     handed(tmp_path / "class", "eve", taught, **taught.ours)
+    (tmp_path / "class" / "x\n::error::y\x9b2J\x1b[31m.txt").touch()
     (tmp_path / "roster.csv").write_text("id,name\nanna,Anna\nbob,Bob\n")
     said = grade(
         *(tmp_path / "class", "--out", tmp_path / "out", "--roster", tmp_path / "roster.csv")
     )
-    assert "2 graded, 1 missing" in said and "eve is not on the roster" in said
+    assert "2 graded, 1 unreadable, 1 missing" in said and "eve is not on the roster" in said
+    assert "x ::error::y.txt is not on the roster" in said and not {"\x1b", "\x9b"} & set(said)
     text = (tmp_path / "out" / "grades.csv").read_text()
-    assert "bob,Bob,,0," in text and len(text.splitlines()) == 4
+    assert "bob,Bob,,0," in text and len(text.splitlines()) == 6  # one name has two
 
 
 def test_resume_grades_only_what_is_missing(tmp_path, taught, grade, box):
@@ -183,6 +185,12 @@ def test_results_do_not_go_among_the_submissions(tmp_path, taught, grade):
     grade(tmp_path / "class", "--out", tmp_path / "class" / "results")
     grade(tmp_path / "class", "--out", tmp_path / "class" / "results", "--resume")
     assert set(by_id(tmp_path / "class" / "results")) == {"anna"}
+
+
+def test_a_link_to_itself_is_one_unreadable_submission(tmp_path, taught, grade):
+    handed(tmp_path / "class", "anna", taught, **taught.ours)
+    (tmp_path / "class" / "x.ipynb").symlink_to("x.ipynb")
+    assert "1 graded, 1 unreadable" in grade(tmp_path / "class", "--out", tmp_path / "out")
 
 
 def command(*arguments) -> list[str]:

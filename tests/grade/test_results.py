@@ -83,8 +83,59 @@ def test_a_damaged_verdict_is_none(tmp_path):
         assert not kept.has("a")
         path.write_bytes(b"\xff")
         assert not kept.has("a")
-        path.write_text("[]")
-        assert not kept.has("a")
+        for text in ("[]", "{}", '{"id": "b", "chapters": {}}', "[" * 100_000):
+            path.write_text(text)
+            assert not kept.has("a")
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", "[" * 100_000, '{"boxes": [{}]}', '{"boxes": 1}', "{}"]
+)
+def test_times_that_are_damaged_are_forgotten(tmp_path, text):
+    with make(tmp_path / "out") as kept:
+        kept.add(outcome("a"))
+        (file,) = (tmp_path / "out" / "timing").iterdir()
+        file.write_text(text)
+        assert kept.timing("a") == {"seconds": 0, "boxes": []}
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [{"state": None}, {"state": "shut"}, {"chapters": 5}, {"chapters": [5]}, {"seed_sha256": None}],
+)
+def test_a_damaged_batch_is_not_continued(tmp_path, damage):
+    with make(tmp_path / "out"):
+        pass
+    file = tmp_path / "out" / "batch.json"
+    whole = json.loads(file.read_text()) | damage
+    file.write_text(json.dumps({name: value for name, value in whole.items() if value is not None}))
+    with pytest.raises(CourseError, match="is damaged"), make(tmp_path / "out", True):
+        pass
+    with pytest.raises(CourseError, match="is damaged"):
+        results.chapters(tmp_path / "out")
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_batch_keeps_the_seed_that_it_was_begun_with(tmp_path, closed):
+    with make(tmp_path / "out", seed=5) as kept:
+        if closed:
+            kept.close()
+    if closed:
+        file = tmp_path / "out" / "batch.json"
+        file.write_text(file.read_text().replace('"seed": 5', '"seed": 6'))
+    else:
+        (tmp_path / "out" / ".seed").write_text("6")
+    with pytest.raises(CourseError, match="not the one"), make(tmp_path / "out", True):
+        pass
+
+
+def test_nothing_is_replaced_behind_a_link(tmp_path):
+    with make(tmp_path / "out"):
+        pass
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "out" / "report").symlink_to(tmp_path / "mine")
+    with pytest.raises(CourseError, match="report is a link"), make(tmp_path / "out", True):
+        pass
 
 
 def test_what_got_lost_is_provisional(tmp_path):

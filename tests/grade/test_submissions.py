@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from course.catalog import ROOT
 from course.errors import CourseError
 from course.grade import submissions
 from course.grade.reader import Reader
@@ -240,6 +241,39 @@ def test_the_list_of_a_class(tmp_path):
             submissions.listed(tmp_path / wrong)
 
 
+@pytest.mark.parametrize("inner", ["work", "notebooks"])
+def test_a_learner_called_work_does_not_stand_for_the_class(tmp_path, inner):
+    put(tmp_path / "mine", f"work/{SLUG}.ipynb", GOOD)
+    for beside in (f"{SLUG}.ipynb", "scratch.ipynb", "README.md", "data.zip", "results/a/x.ipynb"):
+        put(tmp_path / "mine", beside, GOOD if beside.startswith(SLUG) else b"{}")
+    (tmp_path / "mine" / "loop.ipynb").symlink_to("loop.ipynb")
+    assert [s.id for s in submissions.listed(tmp_path / "mine")] == ["mine"]
+    put(tmp_path / "class", f"{inner}/README.md", b"x")
+    assert [s.id for s in submissions.listed(tmp_path / "class")] == ["class"]
+    put(tmp_path / "class", f"{inner}/deeper/{IN_PART}", GOOD)
+    put(tmp_path / "class", "anna.ipynb", GOOD)
+    assert [s.id for s in submissions.listed(tmp_path / "class")] == ["anna", inner]
+    place = f"{inner}/{SLUG}.ipynb" if inner == "work" else IN_PART
+    put(tmp_path / "class", place, GOOD)
+    with pytest.raises(CourseError, match=f"`{inner}`.*`anna.ipynb`.*rename"):
+        submissions.listed(tmp_path / "class")
+
+
+def test_ids_that_the_roster_cannot_tell_apart_are_one_student(tmp_path):
+    for name in ("anna", "anna ", "caf\u00e9", "cafe\u0301", "bob"):
+        put(tmp_path / "class", f"{name}.ipynb", GOOD)
+    found = submissions.listed(tmp_path / "class")
+    assert [submissions.normal(s.id) for s in found] == ["anna", "bob", "caf\u00e9"]
+    assert ["several submissions" in s.problem for s in found] == [True, False, True]
+    (tmp_path / "r.csv").write_text("id\ncaf\u00e9\ncafe\u0301\n", encoding="utf-8")
+    with pytest.raises(CourseError, match="line 3, repeats"):
+        submissions.roster(tmp_path / "r.csv")
+
+
+def test_a_checkout_of_the_course_is_one_submission():
+    assert [s.path for s in submissions.listed(ROOT)] == [ROOT]
+
+
 def test_the_roster(tmp_path):
     path = tmp_path / "r.csv"
     path.write_bytes('\ufeffName;ID;Email;Other\r\n"Ann; B"; s1 ;a@x;1\r\nBo;s2\r\n'.encode())
@@ -251,14 +285,36 @@ def test_the_roster(tmp_path):
         ("name\nAnn\n", "no column `id`"),
         ("", "no column `id`"),
         ("id\ns1\ns1\n", "repeats `s1`"),
+        ("id\n\x1b[31ms1\n\x1b[31ms1\n", "repeats `s1`"),
         ("id,name\n,Ann\n", "has no id"),
         ('id\n"s1\n', "not a CSV"),
     ):
         path.write_text(text)
         with pytest.raises(CourseError, match=word):
             submissions.roster(path)
-    path.write_bytes(b"id\n\xff\n")
-    with pytest.raises(CourseError, match="UTF-8"):
+    for data in (
+        b"id\n\xff\n",
+        "id\ns1\n".encode("utf-16"),
+        b"sep=;\nid\n",
+        b"id\tname\ns1\tAnn\n",
+    ):
+        path.write_bytes(data)
+        with pytest.raises(CourseError, match="save it as CSV UTF-8"):
+            submissions.roster(path)
+
+
+@pytest.mark.parametrize("delimiter", [",", ";"])
+def test_empty_rows_of_a_spreadsheet_are_nobody(tmp_path, delimiter):
+    path = tmp_path / "r.csv"
+    path.write_text(
+        "\r\n,,\r\nid,name,x\r\ns1,Ann\r\n,,\r\n , \r\n\r\ns2\r\n,,".replace(",", delimiter)
+    )
+    assert submissions.roster(path) == [
+        submissions.Student("s1", "Ann"),
+        submissions.Student("s2"),
+    ]
+    path.write_text("id,name\n,,\n,Ann\n".replace(",", delimiter))
+    with pytest.raises(CourseError, match="line 3, has no id"):
         submissions.roster(path)
 
 

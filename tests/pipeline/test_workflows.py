@@ -219,6 +219,9 @@ def test_no_file_outside_the_submission_is_read(tmp_path):
     (tmp_path / "learner" / "work" / "a.ipynb").symlink_to(outside)
     (said,) = summary.annotations(verdict("failed"), tmp_path / "learner")
     assert ",line=1," in said
+    (tmp_path / "learner" / "work" / "a.ipynb").unlink()
+    (tmp_path / "learner" / "work" / "a.ipynb").symlink_to("a.ipynb")  # which never ends
+    assert list(summary.annotations(verdict("failed"), tmp_path / "learner")) == [said]
 
 
 def test_no_verdicts_are_an_error(tmp_path):
