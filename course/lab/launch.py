@@ -71,7 +71,7 @@ def check_values(name: str, tensor: torch.Tensor, low: float, high: float) -> No
     """
     if not reads_values(tensor.device) or not tensor.numel():
         return
-    wrong = (tensor < low) | (tensor > high)
+    wrong = ~((tensor >= low) & (tensor <= high))  # NaN too
     if wrong.any():
         place = wrong.nonzero()[0].tolist()
         raise ValueError(

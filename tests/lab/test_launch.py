@@ -58,6 +58,8 @@ def test_values_are_checked_where_it_costs_no_wait() -> None:
         check_values("ids", ids, 0, 8)
     with pytest.raises(ValueError, match=r"^ids: 0 at \[0, 0\] must be 1 to 9$"):
         check_values("ids", ids, 1, 9)
+    with pytest.raises(ValueError, match=r"^p: nan at \[1\] must be 0 to 1$"):
+        check_values("p", torch.tensor([0.5, torch.nan]), 0, 1)
 
 
 def test_heads_form_equal_groups() -> None:
