@@ -34,10 +34,17 @@ import torch
 import triton
 import triton.language as tl
 
-from course.lab.launch import arch, cdiv, check_tensor, processors
+from course.lab.launch import (
+    arch,
+    cdiv,
+    check_int,
+    check_tensor,
+    processors,
+)
 
 BLOCK = 256  # elements that share a scale
 LEVELS = 256  # values of a code
+MAX_STEP = 2**31 - 1
 SMALLEST = tl.constexpr(1e-37)  # of a divisor
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -225,9 +232,9 @@ def adam8bit_blockwise_step(
             zeros whatever its indices, such as that of a fresh state.
         m_code, v_code: [256] float32, ascending, with 0 among them: see
             `dynamic_code`. v's must not be negative.
-        step: t, at least 1; for bias correction.
-        lr: learning rate, at least 0. beta1, beta2: 0 to below 1. eps: above
-            0. weight_decay: decoupled, at least 0.
+        step: t, 1 to 2**31 - 1; for bias correction.
+        lr: learning rate, at least 0. beta1, beta2: 0 to below 1. eps: at
+            least 1e-38. weight_decay: decoupled, at least 0.
 
     All dense, of one device. Arithmetic is float32; a tie between two values
     of a code goes to the lower one.
@@ -249,16 +256,15 @@ def adam8bit_blockwise_step(
         check_tensor(name, scale, (blocks,), (torch.float32,), device)
     for name, code in dict(m_code=m_code, v_code=v_code).items():
         check_tensor(name, code, (LEVELS,), (torch.float32,), device)
-    if step < 1:
-        raise ValueError(f"step: {step} must be at least 1")
+    check_int("step", step, 1, MAX_STEP)
     for name, beta in dict(beta1=beta1, beta2=beta2).items():
         if not 0 <= beta < 1:
             raise ValueError(f"{name}: {beta} must be 0 to below 1")
     for name, rate in dict(lr=lr, weight_decay=weight_decay).items():
-        if not rate >= 0:
-            raise ValueError(f"{name}: {rate} must be at least 0")
-    if not eps > 0:
-        raise ValueError(f"eps: {eps} must be above 0")
+        if not 0 <= rate < math.inf:
+            raise ValueError(f"{name}: {rate} must be 0 to below infinity")
+    if not eps >= 1e-38:  # less may be 0 as float32
+        raise ValueError(f"eps: {eps} must be at least 1e-38")
     if n == 0:
         return
 

@@ -342,13 +342,18 @@ BAD = {
     "m_code: shape": dict(m_code=torch.ones(255)),
     "v_code: dtype": dict(v_code=torch.ones(256, dtype=torch.float64)),
     "step: 0": dict(step=0),
+    "step: 1.5": dict(step=1.5),
+    "step: inf": dict(step=math.inf),
+    "step: 2147483648": dict(step=2**31),
     "beta1: 1": dict(beta1=1.0),
     "beta1: -0.1": dict(beta1=-0.1),
     "beta2: 1.5": dict(beta2=1.5),
     "lr: -0.1": dict(lr=-0.1),
     "lr: nan": dict(lr=math.nan),
+    "lr: inf": dict(lr=math.inf),
     "weight_decay: -1": dict(weight_decay=-1.0),
     "eps: 0": dict(eps=0.0),
+    "eps: 1e-50": dict(eps=1e-50),
 }
 
 

@@ -4,6 +4,7 @@ The cases are few, since 200 mutants run them; each has a reason.
 """
 
 import functools
+import math
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -218,11 +219,13 @@ def notices_arguments(module: ModuleType) -> bool:
     bad += [
         ("p: shape", dict(p=valid["p"][None])),
         ("step: 0", dict(step=0)),
+        ("step: 2147483648", dict(step=2**31)),
         ("beta1: 1", dict(beta1=1.0)),
         ("beta2: -0.1", dict(beta2=-0.1)),
         ("lr: -1", dict(lr=-1.0)),
+        ("lr: inf", dict(lr=math.inf)),
         ("weight_decay: -1", dict(weight_decay=-1.0)),
-        ("eps: 0", dict(eps=0.0)),
+        ("eps: 9e-39", dict(eps=9e-39)),
     ]
     for start, changes in bad:
         try:
@@ -233,11 +236,12 @@ def notices_arguments(module: ModuleType) -> bool:
         return True
     empty = step_inputs(Step(0), torch.Generator().manual_seed(0))
     one = step_inputs(Step(1), torch.Generator().manual_seed(0))
-    edges = dict(lr=0.0, beta1=0.0, beta2=0.0, weight_decay=0.0)
+    edges = dict(lr=0.0, beta1=0.0, beta2=0.0, weight_decay=0.0, eps=1e-38)
     with metered() as meter:
         module.adam8bit_blockwise_step(*empty, step=1, lr=0.1)
         module.adam8bit_blockwise_step(*one, step=1, **edges)
-    return meter.launches != 1
+        module.adam8bit_blockwise_step(*one, step=2**31 - 1, **edges)
+    return meter.launches != 2
 
 
 def notices_defaults(module: ModuleType) -> bool:
