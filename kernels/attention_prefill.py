@@ -352,7 +352,7 @@ def _configuration(
     elif head_dim <= 64:
         m, n, cut, warps, stages = 128, 64, 64, 8, 3
     elif target in WIDE:
-        m, n, cut, warps, stages = 128, 128, 64, 8, 2
+        m, n, cut, warps, stages = 128, 128, 64, 8, 3
     else:
         m, n, cut, warps, stages = 128, 32, 32, 8, 3
     tiles = {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_CUT": cut}
