@@ -7,12 +7,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from course.lab import table
 from course.lab.aot import TARGETS, compile_launches
 from course.lab.launch import pretending
 from kernels.adam8bit import (
     _adam8bit_kernel,
+    _tree,
     adam8bit_blockwise_step,
     adam8bit_blockwise_step_ref,
     dynamic_code,
@@ -319,6 +322,24 @@ def test_writes_nothing_around_its_outputs(n: int) -> None:
 
 
 NAMES = ("p", "g", "m_index", "v_index", "m_scale", "v_scale", "m_code", "v_code")
+
+
+@triton.jit
+def _tree_kernel(code, out):
+    o = tl.arange(0, 256)
+    tl.store(out + o, _tree(tl.load(code + o)))
+
+
+def test_nodes_of_one_depth_are_neighbours(device, running) -> None:
+    """So that lanes at different nodes read different banks; sorted middles lie in one bank."""
+    code = dynamic_code(True, device)
+    tree = torch.empty_like(code)
+    with running():
+        _tree_kernel[(1,)](code, tree)
+    middles = (code[1:] + code[:-1]) / 2
+    for depth in range(8):
+        first, step = 1 << depth, 256 >> depth
+        assert torch.equal(tree[first : 2 * first], middles[step // 2 - 1 :: step])
 
 
 def changed(**changes):

@@ -24,9 +24,8 @@ SOURCE = Path(original.__file__).read_text()
 FUNCTIONS: dict[str, dict[str, str]] = {  # the mutants that change nothing, and why
     "dynamic_code": {},
     "_spread": {},
-    "_nearest": {
-        "constant#7: 8 to 9": "the ninth step has length 0",
-    },
+    "_tree": {"constant#4: 8 to 9": "no node is 256 or above"},
+    "_nearest": {},
     "_adam8bit_kernel": {
         "tl.load#1: drop other": "the moments are set to 0 past the end",
         "constant#7: 0.0 to 1.0": "the moments are set to 0 past the end",
