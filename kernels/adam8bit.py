@@ -186,7 +186,7 @@ def _adam8bit_kernel(
     b_v_code = tl.load(v_code + o_c)
     m_tree = _tree(b_m_code)
     v_tree = _tree(b_v_code)
-    tiles = tl.cdiv(n, ROWS * BLOCK)
+    tiles = tl.cdiv(tl.cast(n, tl.int64), ROWS * BLOCK).to(tl.int32)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         row = tl.cast(tile, tl.int64) * ROWS
         o_row = row + tl.arange(0, ROWS)

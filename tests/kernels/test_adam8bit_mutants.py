@@ -31,6 +31,7 @@ FUNCTIONS: dict[str, dict[str, str]] = {  # the mutants that change nothing, and
         "constant#7: 0.0 to 1.0": "the moments are set to 0 past the end",
         ".to#1: drop tl.int32": "the compiler widens the index of a gather, without a sign",
         ".to#2: drop tl.int32": "the compiler widens the index of a gather, without a sign",
+        ".to#3: drop tl.int32": "64 bits count the same tiles, in more registers",
     },
     "adam8bit_blockwise_step": {},
     "_configuration": {},
@@ -133,8 +134,12 @@ def notices_ties(module: ModuleType) -> bool:
 
 
 def notices_far_offsets(module: ModuleType) -> bool:
-    """The last block of 2**31 + 256 parameters, in storage that is hardly touched."""
-    n, blocks = 2**31 + 256, 2**23 + 1
+    return any(notices_the_last_block(module, 2**31 + more) for more in (256, -256))
+
+
+def notices_the_last_block(module: ModuleType, n: int) -> bool:
+    """Of that many parameters, in storage that is hardly touched; the -256 fit in 32 bits."""
+    blocks = n // 256
 
     def lazily(count: int, dtype: torch.dtype) -> torch.Tensor:
         storage = torch.UntypedStorage(count * dtype.itemsize)
@@ -148,7 +153,7 @@ def notices_far_offsets(module: ModuleType) -> bool:
         one[-two.numel() :] = two
     module.processors = lambda device: 2**23
     before = interp.itertools
-    interp.itertools = SimpleNamespace(product=lambda *axes: [(2**22, 0, 0)])
+    interp.itertools = SimpleNamespace(product=lambda *axes: [((blocks - 1) // 2, 0, 0)])
     try:
         with metered():
             module.adam8bit_blockwise_step(*far, *near[6:], step=2, lr=0.1, weight_decay=0.7)
