@@ -20,8 +20,9 @@ to find the nearest value, so they may cost as much time as the bytes.
 
 How it fills a GPU: blocks share nothing, so a program takes sixteen of them
 at once, 16 bytes a thread and load, and does all in registers. The tables are
-read once a program and searched in shared memory: eight steps of bisection in
-the middles between neighbours find the nearest value.
+read once a program and searched in shared memory: eight steps down a tree of
+the middles between neighbours find the nearest value. In sorted order the
+lanes' middles would lie in one bank, 31 reads a warp and search, not 10.
 
 A known bug that this avoids: a block without gradients has scale 0, and 0 / 0
 is NaN for ever. Here it stores zeros with scale 0, and scale 0 with whatever
@@ -34,10 +35,17 @@ import torch
 import triton
 import triton.language as tl
 
-from course.lab.launch import arch, cdiv, check_tensor, processors
+from course.lab.launch import (
+    arch,
+    cdiv,
+    check_int,
+    check_tensor,
+    processors,
+)
 
 BLOCK = 256  # elements that share a scale
 LEVELS = 256  # values of a code
+MAX_STEP = 2**31 - 1
 SMALLEST = tl.constexpr(1e-37)  # of a divisor
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -123,16 +131,28 @@ def _spread(x, ROWS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _nearest(code, x):
-    """Index of the value of code [256] nearest to each x; ties go lower."""
-    o_c = tl.arange(0, 256)
-    middle = (code + tl.gather(code, tl.minimum(o_c + 1, 255), 0)) * 0.5
-    index = tl.zeros_like(x).to(tl.int32)
-    for bit in tl.static_range(8):
-        probe = index + (128 >> bit)
-        is_above = x > tl.gather(middle, probe - 1, 0)
-        index = tl.where(is_above, probe, index)
-    return index
+def _tree(code):
+    """Middles between neighbours of code [256] as a heap: node n has 2n, 2n + 1.
+
+    Lanes of a warp that stand at one depth read neighbouring words, which lie
+    in different banks of shared memory.
+    """
+    n = tl.arange(0, 256)
+    depth = tl.zeros_like(n)
+    for d in tl.static_range(1, 8):
+        depth += tl.where(n >= (1 << d), 1, 0)
+    # In sorted order; node 0 is not used, but reads a place that there is.
+    place = (((2 * n + 1) << (7 - depth)) - 1) & 255
+    return (tl.gather(code, place, 0) + tl.gather(code, place + 1, 0)) * 0.5
+
+
+@triton.jit
+def _nearest(tree, x):
+    """Place of the value nearest to each x; ties and NaN go lower."""
+    node = tl.full(x.shape, 1, tl.int32)
+    for _ in tl.static_range(8):
+        node = 2 * node + tl.where(x > tl.gather(tree, node, 0), 1, 0)
+    return node  # 256 + index, of which uint8 keeps the index
 
 
 @triton.jit
@@ -164,7 +184,9 @@ def _adam8bit_kernel(
     o_c = tl.arange(0, 256)
     b_m_code = tl.load(m_code + o_c)
     b_v_code = tl.load(v_code + o_c)
-    tiles = tl.cdiv(n, ROWS * BLOCK)
+    m_tree = _tree(b_m_code)
+    v_tree = _tree(b_v_code)
+    tiles = tl.cdiv(tl.cast(n, tl.int64), ROWS * BLOCK).to(tl.int32)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         row = tl.cast(tile, tl.int64) * ROWS
         o_row = row + tl.arange(0, ROWS)
@@ -194,8 +216,8 @@ def _adam8bit_kernel(
         tl.store(v_scale + o_row, v_high, mask=m_row)
         m_ratio = m / _spread(tl.maximum(m_high, SMALLEST), ROWS, BLOCK)
         v_ratio = v / _spread(tl.maximum(v_high, SMALLEST), ROWS, BLOCK)
-        tl.store(m_index + o, _nearest(b_m_code, m_ratio), mask=m_o)
-        tl.store(v_index + o, _nearest(b_v_code, v_ratio), mask=m_o)
+        tl.store(m_index + o, _nearest(m_tree, m_ratio), mask=m_o)
+        tl.store(v_index + o, _nearest(v_tree, v_ratio), mask=m_o)
 
 
 def adam8bit_blockwise_step(
@@ -225,9 +247,9 @@ def adam8bit_blockwise_step(
             zeros whatever its indices, such as that of a fresh state.
         m_code, v_code: [256] float32, ascending, with 0 among them: see
             `dynamic_code`. v's must not be negative.
-        step: t, at least 1; for bias correction.
-        lr: learning rate, at least 0. beta1, beta2: 0 to below 1. eps: above
-            0. weight_decay: decoupled, at least 0.
+        step: t, 1 to 2**31 - 1; for bias correction.
+        lr: learning rate, at least 0. beta1, beta2: 0 to below 1. eps: at
+            least 1e-38. weight_decay: decoupled, at least 0.
 
     All dense, of one device. Arithmetic is float32; a tie between two values
     of a code goes to the lower one.
@@ -249,16 +271,15 @@ def adam8bit_blockwise_step(
         check_tensor(name, scale, (blocks,), (torch.float32,), device)
     for name, code in dict(m_code=m_code, v_code=v_code).items():
         check_tensor(name, code, (LEVELS,), (torch.float32,), device)
-    if step < 1:
-        raise ValueError(f"step: {step} must be at least 1")
+    check_int("step", step, 1, MAX_STEP)
     for name, beta in dict(beta1=beta1, beta2=beta2).items():
         if not 0 <= beta < 1:
             raise ValueError(f"{name}: {beta} must be 0 to below 1")
     for name, rate in dict(lr=lr, weight_decay=weight_decay).items():
-        if not rate >= 0:
-            raise ValueError(f"{name}: {rate} must be at least 0")
-    if not eps > 0:
-        raise ValueError(f"eps: {eps} must be above 0")
+        if not 0 <= rate < math.inf:
+            raise ValueError(f"{name}: {rate} must be 0 to below infinity")
+    if not eps >= 1e-38:  # less may be 0 as float32
+        raise ValueError(f"eps: {eps} must be at least 1e-38")
     if n == 0:
         return
 

@@ -323,10 +323,12 @@ def _paged_prefill_kernel(
             if masked:
                 s = tl.where(o_t[None, :] <= position, s, -float("inf"))
 
-            # Scaled here and not above: one fused multiply-add a score.
-            new_high = tl.maximum(high, tl.max(s, 1) * base_2)
-            p = tl.exp2(s * base_2 - new_high[:, None])
-            rescale = tl.exp2(high - new_high)
+            # Subtract, then scale: fused, s * base_2 - high * base_2 leaves
+            # a rounding error in the exponent, by which a largest score
+            # beyond 1e9 would weigh 0 or infinity, not 1.
+            new_high = tl.maximum(high, tl.max(s, 1))
+            p = tl.exp2((s - new_high[:, None]) * base_2)
+            rescale = tl.exp2((high - new_high) * base_2)
             total = total * rescale + tl.sum(p, 1)
             v_tile = v_row[:, None] + o_d[None, :]
             m_v = m_t[:, None] & m_d[None, :]
@@ -340,7 +342,7 @@ def _paged_prefill_kernel(
     average = acc / tl.maximum(total, 1.0)[:, None]
     out_tile = part_out + row[:, None] * HEAD_DIM + o_d[None, :]
     tl.store(out_tile, average, mask=m_md)
-    lse = (high + tl.log2(total)) * 0.6931471805599453
+    lse = high * scale + tl.log(total)
     tl.store(part_lse + row, lse, mask=m_m)
 
 

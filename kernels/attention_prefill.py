@@ -36,6 +36,7 @@ import triton.language as tl
 from course.lab.launch import (
     arch,
     cdiv,
+    check_int,
     check_tensor,
     check_values,
     next_power_of_2,
@@ -279,14 +280,10 @@ def prefill_attention(
         raise ValueError(
             f"k: {kv_heads} KV heads must divide the {H} query heads of q"
         )
-    if not 0 <= max_seqlen_q <= MAX_SEQLEN:
-        raise ValueError(
-            f"max_seqlen_q: {max_seqlen_q} must be 0 to {MAX_SEQLEN}"
-        )
+    check_int("max_seqlen_q", max_seqlen_q, 0, MAX_SEQLEN)
     if window is None:
         window = MAX_WINDOW
-    if not 1 <= window <= MAX_WINDOW:
-        raise ValueError(f"window: {window} must be None or 1 to {MAX_WINDOW}")
+    check_int("window", window, 1, MAX_WINDOW)
     int32 = (torch.int32,)
     check_tensor("cu_seqlens_q", cu_seqlens_q, ("B + 1",), int32, q.device)
     B = len(cu_seqlens_q) - 1
@@ -355,7 +352,7 @@ def _configuration(
     elif head_dim <= 64:
         m, n, cut, warps, stages = 128, 64, 64, 8, 3
     elif target in WIDE:
-        m, n, cut, warps, stages = 128, 128, 64, 8, 2
+        m, n, cut, warps, stages = 128, 128, 64, 8, 3
     else:
         m, n, cut, warps, stages = 128, 32, 32, 8, 3
     tiles = {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_CUT": cut}

@@ -38,6 +38,7 @@ import triton.language as tl
 from course.lab.launch import (
     arch,
     cdiv,
+    check_int,
     check_splits,
     check_tensor,
     check_values,
@@ -424,8 +425,8 @@ def linear_token_nll_backward(
     (T, D), V = hidden.shape, weight.shape[0]
     for name, row in dict(grad_nll=grad_nll, nll=nll, lse=lse).items():
         check_tensor(name, row, (T,), (torch.float32,), device)
-    if chunk is not None and chunk < 1:
-        raise ValueError(f"chunk: {chunk} must be None or at least 1")
+    if chunk is not None:
+        check_int("chunk", chunk, 1)
     grad_weight = torch.zeros(V, D, dtype=weight.dtype, device=device)
     total = torch.zeros(T, D, dtype=torch.float32, device=device)
     if T == 0:
@@ -480,6 +481,8 @@ def _check(
     if V == 0 or D == 0:
         raise ValueError(f"weight: shape [{V}, {D}] must have no 0")
     check_tensor("targets", targets, (T,), (torch.int64,), hidden.device)
+    if not isinstance(ignore_index, int):
+        raise ValueError(f"ignore_index: {ignore_index!r} must be an int")
     if reads_values(targets.device):
         scored = targets.masked_fill(targets == ignore_index, 0)
         check_values("targets", scored, 0, V - 1)

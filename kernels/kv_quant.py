@@ -738,9 +738,9 @@ def int8_decode_attention(
 
 
 def _check_format(bits: int, group: int) -> None:
-    if bits not in (2, 4):
+    if not isinstance(bits, int) or bits not in (2, 4):
         raise ValueError(f"bits: {bits} must be 2 or 4")
-    if group not in GROUPS:
+    if not isinstance(group, int) or group not in GROUPS:
         raise ValueError(f"group: {group} must be one of {GROUPS}")
 
 

@@ -79,7 +79,7 @@ def rms_norm(
         x: [T, D], float16, bfloat16 or float32, 1 <= D <= 16,384; the outer
             stride is free, the last one is 1.
         weight: [D], x's dtype, dense.
-        eps: added to the mean of squares, above 0.
+        eps: added to the mean of squares, at least 1e-38.
 
     Returns:
         [T, D] in x's dtype, dense, computed in float32 and rounded once.
@@ -132,8 +132,8 @@ def _launch(
             )
     if not 1 <= D <= MAX_DIM:
         raise ValueError(f"x: row of {D} must have 1 to {MAX_DIM} elements")
-    if not eps > 0:
-        raise ValueError(f"eps: {eps} must be above 0")
+    if not eps >= 1e-38:  # less may be 0 as float32
+        raise ValueError(f"eps: {eps} must be at least 1e-38")
     out = torch.empty(T, D, dtype=x.dtype, device=x.device)
     if T:
         block_d = next_power_of_2(D)

@@ -33,7 +33,13 @@ import torch
 import triton
 import triton.language as tl
 
-from course.lab.launch import arch, cdiv, check_tensor, next_power_of_2
+from course.lab.launch import (
+    arch,
+    cdiv,
+    check_int,
+    check_tensor,
+    next_power_of_2,
+)
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_ROW = 32768
@@ -400,11 +406,11 @@ def quantize_nf4(
 
 
 def _check_group(group: int, columns: int, largest: int) -> None:
-    units, rest = divmod(group, 16)
-    if rest or units not in range(1, largest // 16 + 1) or columns % group:
+    check_int("group", group, 1, largest)
+    if group % 16 or columns % group:
         raise ValueError(
-            f"group: {group} must be a multiple of 16, at most {largest}, "
-            f"that divides the {columns} columns of w"
+            f"group: {group} must be a multiple of 16 that divides the "
+            f"{columns} columns of w"
         )
 
 

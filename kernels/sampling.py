@@ -49,6 +49,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LARGEST = tl.constexpr(3.4028234663852886e38)  # float32
 NOBODY = tl.constexpr(2**31 - 1)  # an id above all others
 LOWEST = tl.constexpr(87 << 23)  # 2 ** -40 as bits: they order as floats do
+MOST = tl.constexpr(127 << 23)  # 1.0, the largest weight
 BIN_BITS = tl.constexpr(21)  # a bin of the histogram: a quarter of a binade
 BINS = tl.constexpr(256)  # 162 in use, the first for tokens never drawn
 
@@ -78,7 +79,7 @@ def sample_tokens_ref(
     x = torch.where(x > least, x, least).clamp(max=LARGEST.value)
     high = x.amax(-1, keepdim=True)
     first = (x == high).int().argmax(-1)
-    greedy = temperature < GREEDY.value
+    greedy = ~(temperature >= GREEDY.value)  # NaN too
     scale = LOG2_E.value / torch.where(greedy, 1.0, temperature)
     w = torch.exp2((x - high) * scale[:, None])
     w = torch.where(w >= 2.0**-40, w, 0.0)
@@ -96,7 +97,7 @@ def sample_tokens_ref(
     q = torch.zeros_like(q).scatter(-1, order, q)  # in the order of ids
     parts = (uniform * 2.0**24).long().clamp(max=2**24 - 1)[:, None]
     draw = share(q.sum(-1, keepdim=True), parts, 0)
-    drawn = (q.cumsum(-1) > draw).int().argmax(-1)
+    drawn = (q.cumsum(-1) > draw).int().argmax(-1).where(q.sum(-1) > 0, -1)
     ids = torch.where(greedy, first, drawn)
     return torch.where(high[:, 0] > least, ids, -1)
 
@@ -160,6 +161,7 @@ def _block_weights(
     t = tl.load(temperature + row)
     scale = tl.div_rn(LOG2_E, tl.where(t < GREEDY, 1.0, t))
     bits = tl.exp2((x - high) * scale).to(tl.int32, bitcast=True)
+    bits = tl.minimum(bits, MOST)  # the bits of NaN have no bin
     return ids, tl.where(x > -LARGEST, bits, 0)
 
 
@@ -422,6 +424,7 @@ def _sample_draw_kernel(
         drawn = tl.minimum(drawn, tl.min(tl.where(beyond, token, NOBODY)))
         before += tl.sum(q)
         seen += tl.sum(tie)
+    drawn = tl.where(drawn == NOBODY, -1, drawn)
     is_drawn = tl.load(temperature + row) >= GREEDY
     is_drawn = is_drawn & (tl.load(ids + row) >= 0)
     tl.store(ids + row, drawn, mask=is_drawn)
@@ -451,7 +454,8 @@ def sample_tokens(
 
     The filters act in this order, each on what the one before left; the module
     says what is kept, and that the lowest id wins ties. All vectors are dense;
-    on a GPU their values are checked in debug mode only.
+    on a GPU their values are checked in debug mode only: else a row that
+    breaks a rule gets some id or -1, and harms no other row.
 
     Returns:
         ids, int64 [B]; -1 for a row without a token that can be drawn.

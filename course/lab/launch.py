@@ -5,6 +5,7 @@ Light on purpose: torch and the standard library only, so a kernel runs on a bar
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -71,7 +72,7 @@ def check_values(name: str, tensor: torch.Tensor, low: float, high: float) -> No
     """
     if not reads_values(tensor.device) or not tensor.numel():
         return
-    wrong = (tensor < low) | (tensor > high)
+    wrong = ~((tensor >= low) & (tensor <= high))  # NaN too
     if wrong.any():
         place = wrong.nonzero()[0].tolist()
         raise ValueError(
@@ -94,10 +95,16 @@ def query_group(name: str, heads: int, kv_heads: int, largest: int) -> int:
     return group
 
 
+def check_int(name: str, value: object, low: int, high: float = math.inf) -> None:
+    """Raise ValueError unless `value` is an int (2.0 is none) in low <= value <= high."""
+    if not isinstance(value, int) or not low <= value <= high:
+        raise ValueError(f"{name}: {value!r} must be an int, {low} to {high}")
+
+
 def check_splits(n_splits: int | None, largest: int) -> None:
     """Raise ValueError unless n_splits is None, the launcher's choice, or 1 to `largest`."""
-    if n_splits is not None and not 1 <= n_splits <= largest:
-        raise ValueError(f"n_splits: {n_splits} must be None or 1 to {largest}")
+    if n_splits is not None:
+        check_int("n_splits", n_splits, 1, largest)
 
 
 def arch(device: torch.device) -> str:

@@ -7,12 +7,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from course.lab import table
 from course.lab.aot import TARGETS, compile_launches
 from course.lab.launch import pretending
 from kernels.adam8bit import (
     _adam8bit_kernel,
+    _tree,
     adam8bit_blockwise_step,
     adam8bit_blockwise_step_ref,
     dynamic_code,
@@ -254,11 +257,12 @@ def test_no_parameters(device, running) -> None:
 
 
 @pytest.mark.skipif(not ON_CPU, reason="runs one program of millions")
-def test_offsets_beyond_32_bits(running, monkeypatch) -> None:
-    """The last block of 2**31 + 256 parameters; storage of which a few pages are ever touched."""
+@pytest.mark.parametrize("n", [2**31 + 256, 2**31 - 256])  # the second fits, n + 511 does not
+def test_offsets_beyond_32_bits(n: int, running, monkeypatch) -> None:
+    """The last block of that many parameters; storage of which a few pages are ever touched."""
     from course.lab import interp
 
-    n, blocks = 2**31 + 256, 2**23 + 1
+    blocks = n // 256
 
     def lazily(count: int, dtype: torch.dtype) -> torch.Tensor:
         storage = torch.UntypedStorage(count * dtype.itemsize)
@@ -321,6 +325,24 @@ def test_writes_nothing_around_its_outputs(n: int) -> None:
 NAMES = ("p", "g", "m_index", "v_index", "m_scale", "v_scale", "m_code", "v_code")
 
 
+@triton.jit
+def _tree_kernel(code, out):
+    o = tl.arange(0, 256)
+    tl.store(out + o, _tree(tl.load(code + o)))
+
+
+def test_nodes_of_one_depth_are_neighbours(device, running) -> None:
+    """So that lanes at different nodes read different banks; sorted middles lie in one bank."""
+    code = dynamic_code(True, device)
+    tree = torch.empty_like(code)
+    with running():
+        _tree_kernel[(1,)](code, tree)
+    middles = (code[1:] + code[:-1]) / 2
+    for depth in range(8):
+        first, step = 1 << depth, 256 >> depth
+        assert torch.equal(tree[first : 2 * first], middles[step // 2 - 1 :: step])
+
+
 def changed(**changes):
     """Arguments of a small valid call with some replaced."""
     state = dict(zip(NAMES, step_inputs(Step(300), seeded()), strict=True))
@@ -342,13 +364,18 @@ BAD = {
     "m_code: shape": dict(m_code=torch.ones(255)),
     "v_code: dtype": dict(v_code=torch.ones(256, dtype=torch.float64)),
     "step: 0": dict(step=0),
+    "step: 1.5": dict(step=1.5),
+    "step: inf": dict(step=math.inf),
+    "step: 2147483648": dict(step=2**31),
     "beta1: 1": dict(beta1=1.0),
     "beta1: -0.1": dict(beta1=-0.1),
     "beta2: 1.5": dict(beta2=1.5),
     "lr: -0.1": dict(lr=-0.1),
     "lr: nan": dict(lr=math.nan),
+    "lr: inf": dict(lr=math.inf),
     "weight_decay: -1": dict(weight_decay=-1.0),
     "eps: 0": dict(eps=0.0),
+    "eps: 1e-50": dict(eps=1e-50),
 }
 
 

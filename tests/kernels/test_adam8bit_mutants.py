@@ -4,6 +4,7 @@ The cases are few, since 200 mutants run them; each has a reason.
 """
 
 import functools
+import math
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -23,14 +24,14 @@ SOURCE = Path(original.__file__).read_text()
 FUNCTIONS: dict[str, dict[str, str]] = {  # the mutants that change nothing, and why
     "dynamic_code": {},
     "_spread": {},
-    "_nearest": {
-        "constant#7: 8 to 9": "the ninth step has length 0",
-    },
+    "_tree": {"constant#4: 8 to 9": "no node is 256 or above"},
+    "_nearest": {},
     "_adam8bit_kernel": {
         "tl.load#1: drop other": "the moments are set to 0 past the end",
         "constant#7: 0.0 to 1.0": "the moments are set to 0 past the end",
         ".to#1: drop tl.int32": "the compiler widens the index of a gather, without a sign",
         ".to#2: drop tl.int32": "the compiler widens the index of a gather, without a sign",
+        ".to#3: drop tl.int32": "64 bits count the same tiles, in more registers",
     },
     "adam8bit_blockwise_step": {},
     "_configuration": {},
@@ -133,8 +134,12 @@ def notices_ties(module: ModuleType) -> bool:
 
 
 def notices_far_offsets(module: ModuleType) -> bool:
-    """The last block of 2**31 + 256 parameters, in storage that is hardly touched."""
-    n, blocks = 2**31 + 256, 2**23 + 1
+    return any(notices_the_last_block(module, 2**31 + more) for more in (256, -256))
+
+
+def notices_the_last_block(module: ModuleType, n: int) -> bool:
+    """Of that many parameters, in storage that is hardly touched; the -256 fit in 32 bits."""
+    blocks = n // 256
 
     def lazily(count: int, dtype: torch.dtype) -> torch.Tensor:
         storage = torch.UntypedStorage(count * dtype.itemsize)
@@ -148,7 +153,7 @@ def notices_far_offsets(module: ModuleType) -> bool:
         one[-two.numel() :] = two
     module.processors = lambda device: 2**23
     before = interp.itertools
-    interp.itertools = SimpleNamespace(product=lambda *axes: [(2**22, 0, 0)])
+    interp.itertools = SimpleNamespace(product=lambda *axes: [((blocks - 1) // 2, 0, 0)])
     try:
         with metered():
             module.adam8bit_blockwise_step(*far, *near[6:], step=2, lr=0.1, weight_decay=0.7)
@@ -218,11 +223,13 @@ def notices_arguments(module: ModuleType) -> bool:
     bad += [
         ("p: shape", dict(p=valid["p"][None])),
         ("step: 0", dict(step=0)),
+        ("step: 2147483648", dict(step=2**31)),
         ("beta1: 1", dict(beta1=1.0)),
         ("beta2: -0.1", dict(beta2=-0.1)),
         ("lr: -1", dict(lr=-1.0)),
+        ("lr: inf", dict(lr=math.inf)),
         ("weight_decay: -1", dict(weight_decay=-1.0)),
-        ("eps: 0", dict(eps=0.0)),
+        ("eps: 9e-39", dict(eps=9e-39)),
     ]
     for start, changes in bad:
         try:
@@ -233,11 +240,12 @@ def notices_arguments(module: ModuleType) -> bool:
         return True
     empty = step_inputs(Step(0), torch.Generator().manual_seed(0))
     one = step_inputs(Step(1), torch.Generator().manual_seed(0))
-    edges = dict(lr=0.0, beta1=0.0, beta2=0.0, weight_decay=0.0)
+    edges = dict(lr=0.0, beta1=0.0, beta2=0.0, weight_decay=0.0, eps=1e-38)
     with metered() as meter:
         module.adam8bit_blockwise_step(*empty, step=1, lr=0.1)
         module.adam8bit_blockwise_step(*one, step=1, **edges)
-    return meter.launches != 1
+        module.adam8bit_blockwise_step(*one, step=2**31 - 1, **edges)
+    return meter.launches != 2
 
 
 def notices_defaults(module: ModuleType) -> bool:

@@ -623,6 +623,16 @@ def test_a_benchmark_compares_the_same_things(benchmark, device, running) -> Non
 
 
 @pytest.mark.aot
+@pytest.mark.parametrize("queries", [None, (3,)])
+def test_no_rounding_error_reaches_an_exponent(queries) -> None:
+    """A multiply-add, which the interpreter does not fuse, would be score minus rounded score."""
+    inputs = paged_inputs(Paged((20,), queries, 2, 1, 64, HALF), seeded())
+    ptx = compile_launches(lambda: attend(inputs, n_splits=1), "sm_90")[0].asm["ptx"]
+    exponents = set(re.findall(r"ex2\.approx\S*\s+%r\d+, (%r\d+);", ptx))
+    assert exponents and not exponents & set(re.findall(r"fma\.rn\.f32\s+(%r\d+),", ptx))
+
+
+@pytest.mark.aot
 @pytest.mark.parametrize("target", ["sm_80", "gfx942"])
 def test_all_sizes_one_compile(target: str) -> None:
     """An argument equal to 1 is a constant to the compiler."""

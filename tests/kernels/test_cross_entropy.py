@@ -386,6 +386,8 @@ BAD = {
     "nll: dtype": dict(nll=torch.ones(4, dtype=torch.float64)),
     "lse: shape": dict(lse=torch.ones(4, 1)),
     "chunk: 0": dict(chunk=0),
+    "chunk: 1.0": dict(chunk=1.0),
+    "ignore_index: -100.0": dict(ignore_index=-100.0),
 }
 
 

@@ -303,6 +303,7 @@ def notices_arguments(module: ModuleType) -> bool:
         ("nll: dtype", dict(nll=row.double())),
         ("lse: dtype", dict(lse=row.double())),
         ("chunk: 0", dict(chunk=0)),
+        ("ignore_index: 0.5", dict(ignore_index=0.5)),
     ]
     valid = dict(hidden=hidden, weight=weight, targets=targets)
     valid |= dict(grad_nll=row, nll=nll, lse=row)

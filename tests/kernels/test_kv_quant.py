@@ -578,6 +578,8 @@ BAD = [
     (Kivi, "q: head_dim 144", dict(q=halves(2, 4, 144), v_codes=ints(2, 32, 2, 9))),
     (Kivi, "q: head_dim 0", dict(q=halves(2, 4, 0), v_codes=ints(2, 32, 2, 0))),
     (Kivi, "bits: 3", dict(bits=3)),
+    (Kivi, "bits: 2.0", dict(bits=2.0)),
+    (Kivi, "group: 16.0", dict(group=16.0)),
     (Kivi, "group: 8 must be one of", dict(group=8)),
     (Kivi, "group: 64 must divide", dict(group=64)),
     (Kivi, "group: 16 must divide", dict(v_codes=ints(2, 24, 2, 2))),

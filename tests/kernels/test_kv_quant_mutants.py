@@ -464,10 +464,13 @@ def notices_pack_arguments(module: ModuleType) -> bool:
 def notices_format(module: ModuleType) -> bool:
     for bits, group in ((2, 16), (4, 128)):
         module._check_format(bits, group)
-    for bits in (1, 3, 5, 8):
+    for bits in (1, 3, 5, 8, 2.0):
         if not refused(f"bits: {bits}", functools.partial(module._check_format, bits, 16)):
             return True
-    return not refused("group: 8", lambda: module._check_format(2, 8))
+    return not all(
+        refused(f"group: {group}", functools.partial(module._check_format, 2, group))
+        for group in (8, 16.0)
+    )
 
 
 def notices_query_heads(module: ModuleType) -> bool:

@@ -425,6 +425,22 @@ def test_the_largest_tile_fits(dtype: torch.dtype, target: str) -> None:
     assert len(rows) == 2 and table.complaints(rows, STREAMING) == []
 
 
+@pytest.mark.aot
+@pytest.mark.parametrize(
+    "feature_map, gate, return_state",
+    [("elu", (2, 8192, 8), True), ("identity", None, True), ("identity", (8,), False)],
+)
+def test_variants_fit_beside_their_stages(feature_map, gate, return_state) -> None:
+    """Those that need most registers on sm_90."""
+    x = torch.empty(2, 8192, 8, 128, dtype=torch.bfloat16, device="meta")
+    decay = torch.empty(*gate, device="meta") if gate else None
+    rest = dict(feature_map=feature_map, return_state=return_state, n_splits=2)
+    launch = lambda: chunk_linear_attention(x, x, x, decay, **rest)  # noqa: E731
+    rows = table.build({"": launch}, ["sm_90"])
+    assert table.complaints(rows, STREAMING) == []
+    assert {row["stages"] for row in rows} == {3 if feature_map == "elu" else 2}
+
+
 def test_cases_cover_every_pair() -> None:
     """Of the values of any two axes, in each of the two tables."""
     tables = [

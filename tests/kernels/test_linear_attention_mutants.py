@@ -251,11 +251,12 @@ def notices_configuration(module: ModuleType) -> bool:
     """The choices that the committed table was compiled from."""
     half, single = torch.float16, torch.float32
     want = {
-        ("sm_80", half): (16, 64, 4, 2),
-        ("sm_120", torch.bfloat16): (16, 64, 4, 2),
-        ("sm_90", half): (64, 128, 8, 2),
-        ("sm_100", torch.bfloat16): (64, 128, 8, 1),
-        ("gfx942", half): (64, 64, 4, 2),
+        ("sm_80", half, True): (16, 64, 4, 2),
+        ("sm_120", torch.bfloat16, True): (16, 64, 4, 2),
+        ("sm_90", half, True): (64, 128, 8, 3),
+        ("sm_90", half, False): (64, 128, 8, 2),
+        ("sm_100", torch.bfloat16, True): (64, 128, 8, 1),
+        ("gfx942", half, True): (64, 64, 4, 2),
     }
     for arguments, (block_t, block_v, warps, stages) in want.items():
         options = {"num_warps": warps, "num_stages": stages}
@@ -264,11 +265,11 @@ def notices_configuration(module: ModuleType) -> bool:
     options = {"num_warps": 4, "num_stages": 1}
     return (
         any(
-            module._configuration(target, single) != (32, 32, options)
+            module._configuration(target, single, True) != (32, 32, options)
             for target in ("sm_90", "gfx942")
         )
-        or module._configuration("cpu", half) != (16, 32, {})
-        or module._configuration("cpu", single) != (16, 32, {})
+        or module._configuration("cpu", half, True) != (16, 32, {})
+        or module._configuration("cpu", single, True) != (16, 32, {})
     )
 
 

@@ -69,6 +69,12 @@ def test_eps(eps, device, running) -> None:
     assert not out[0].any()
 
 
+def test_the_least_eps_is_no_division_by_0(device, running) -> None:
+    with running():
+        out = rms_norm(torch.zeros(1, 4, device=device), torch.ones(4, device=device), 1e-38)
+    assert not out.any()
+
+
 def test_the_largest_halves_do_not_overflow(device, running) -> None:
     x = torch.full((2, 40), 65504.0, dtype=HALF, device=device)
     x[1, ::2] *= -1
@@ -181,9 +187,9 @@ def test_bad_arguments_are_named(start: str) -> None:
         rms_norm(x, weight) if residual is None else add_rms_norm(x, residual, weight)
 
 
-@pytest.mark.parametrize("eps", [0.0, -1.0, float("nan")])
-def test_eps_must_be_positive(eps: float) -> None:
-    with pytest.raises(ValueError, match=r"^eps: .* must be above 0"):
+@pytest.mark.parametrize("eps", [0.0, -1.0, float("nan"), 9e-39])
+def test_eps_must_be_positive_in_float32(eps: float) -> None:
+    with pytest.raises(ValueError, match=r"^eps: .* must be at least 1e-38"):
         rms_norm(X, torch.ones(4), eps)
 
 

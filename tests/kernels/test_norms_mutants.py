@@ -97,7 +97,7 @@ def notices_arguments(module: ModuleType) -> bool:
         ("weight: shape", x, None, w[:3]),
         ("residual: shape", x, x[:1], w),
         ("residual: outer stride 3", x, torch.ones(7).as_strided((2, 4), (3, 1)), w),
-        ("eps: 0", x, None, w, 0.0),
+        ("eps: 9e-39", x, None, w, 9e-39),
     ]
     for start, x_, residual, weight, *eps in bad:
         try:
@@ -111,6 +111,7 @@ def notices_arguments(module: ModuleType) -> bool:
         return True
     with metered():  # the edges of what is allowed
         module.rms_norm(wide[:, :-1], wide[0, :-1])
+        module.rms_norm(x, w, 1e-38)
         module.add_rms_norm(x, torch.ones(2, 4), w)
         module.add_rms_norm(x[:1], torch.ones(4).as_strided((1, 4), (1, 1)), w)
         pair = torch.ones(2, 4)

@@ -382,6 +382,8 @@ BAD = {
     "w: last stride 3": lambda: quantize_int4_groups(torch.ones(16, 3).t(), 16),
     "group: 0": lambda: quantize_int4_groups(torch.ones(3, 16), 0),
     "group: -16": lambda: quantize_int4_groups(torch.ones(3, 16), -16),
+    "group: 16.0": lambda: quantize_int4_groups(torch.ones(3, 16), 16.0),
+    "group: '16'": lambda: quantize_nf4(torch.ones(3, 16), "16"),
     "group: 8": lambda: quantize_int4_groups(torch.ones(3, 16), 8),
     "group: 24": lambda: quantize_int4_groups(torch.ones(3, 48), 24),
     "group: 32": lambda: quantize_int4_groups(torch.ones(3, 48), 32),

@@ -139,6 +139,7 @@ def notices_arguments(module: ModuleType) -> bool:
         "x: 32769": lambda: module.quantize_int8_rows(torch.ones(1, 32769)),
         "group: 0": lambda: module.quantize_int4_groups(one, 0),
         "group: -16": lambda: module.quantize_int4_groups(one, -16),
+        "group: 1 must be a multiple": lambda: module.quantize_int4_groups(one, 1),
         "group: 24": lambda: module.quantize_int4_groups(one, 24),
         "group: 32": lambda: module.quantize_int4_groups(one, 32),
         "group: 128": lambda: module.quantize_int4_groups(one),

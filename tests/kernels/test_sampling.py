@@ -238,6 +238,34 @@ def test_edges(name: str, device, running) -> None:
     assert sample_tokens_ref(*inputs).item() == token
 
 
+# temperature, top_k, top_p, min_p and the uniform, which a GPU does not check.
+UNCHECKED = {
+    "temperature NaN": ((NAN, 0, 1, 0), 0.5, 1),
+    "temperature infinite": ((INF, 0, 1, 0), 0.5, None),
+    "min_p NaN": ((1, 0, 1, NAN), 0.5, -1),
+    "min_p beyond 1": ((1, 0, 1, 2), 0.5, -1),
+    "top_p NaN": ((1, 0, NAN, 0), 0.5, None),
+    "top_p beyond 1": ((1, 0, 2, 0), 0.5, None),
+    "top_k negative": ((1, -1, 0.5, 0), 0.5, None),
+    "uniform NaN": ((1, 0, 1, 0), NAN, None),
+}
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize("name", UNCHECKED)
+def test_unchecked_values_spoil_their_row_alone(name: str, device, running, monkeypatch) -> None:
+    monkeypatch.setattr("kernels.sampling.check_values", lambda *_: None)
+    filters, u, token = UNCHECKED[name]
+    rows = [[-3e38, 3e38, 1.0] * 12, [0.0, 1.0, 2.0] * 12]
+    bad, good = (vectors(1, f, seeded(), device)[1:] for f in (filters, (1, 3, 0.9, 0.1)))
+    vector = [torch.cat(pair) for pair in zip(bad, good, strict=True)]
+    inputs = torch.tensor(rows, device=device), torch.tensor([u, 0.5], device=device), *vector
+    with running():
+        one, two = sample_tokens(*inputs).tolist()
+    assert [two] == expected(*(x[1:] for x in inputs))
+    assert one == token or (token is None and -1 <= one < 36)
+
+
 @pytest.mark.parametrize("k", [1, 15, 31, 70])
 def test_ties_over_tiles_and_blocks(k: int, device, running) -> None:
     """70 equal logits between two larger: the last one of top-k, and none beyond it."""
@@ -365,6 +393,7 @@ BAD = {
     "top_p: 1.5": dict(top_p=torch.full((2,), 1.5)),
     "min_p: shape": dict(min_p=torch.ones(1)),
     "min_p: -0.5": dict(min_p=torch.full((2,), -0.5)),
+    "min_p: nan": dict(min_p=torch.full((2,), NAN)),
 }
 
 

@@ -9,6 +9,7 @@ import torch
 from course.lab.launch import (
     arch,
     cdiv,
+    check_int,
     check_splits,
     check_tensor,
     check_values,
@@ -58,6 +59,8 @@ def test_values_are_checked_where_it_costs_no_wait() -> None:
         check_values("ids", ids, 0, 8)
     with pytest.raises(ValueError, match=r"^ids: 0 at \[0, 0\] must be 1 to 9$"):
         check_values("ids", ids, 1, 9)
+    with pytest.raises(ValueError, match=r"^p: nan at \[1\] must be 0 to 1$"):
+        check_values("p", torch.tensor([0.5, torch.nan]), 0, 1)
 
 
 def test_heads_form_equal_groups() -> None:
@@ -71,9 +74,17 @@ def test_heads_form_equal_groups() -> None:
 def test_splits() -> None:
     for n_splits in (None, 1, 8):
         check_splits(n_splits, 8)
-    for n_splits in (0, -1, 9):
-        with pytest.raises(ValueError, match=rf"^n_splits: {n_splits} must be None or 1 to 8$"):
+    for n_splits in (0, 9, 2.0, "2"):
+        with pytest.raises(ValueError, match=rf"^n_splits: {n_splits!r} must be an int, 1 to 8$"):
             check_splits(n_splits, 8)
+
+
+def test_whole_numbers() -> None:
+    for value in (-3, 4, 2**70):
+        check_int("step", value, -3)
+    for value in (-4, 1.0, float("inf"), None):
+        with pytest.raises(ValueError, match=rf"^step: {value!r} must be an int, -3 to inf$"):
+            check_int("step", value, -3)
 
 
 class OnGpu(torch.Tensor):
