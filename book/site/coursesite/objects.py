@@ -1,6 +1,7 @@
 """Exercises and glossary terms as things that the search finds by name, each at its place."""
 
 import re
+from typing import ClassVar
 
 from docutils import nodes
 from sphinx.domains import Domain, ObjType
@@ -13,8 +14,8 @@ class CourseDomain(Domain):
 
     name = "course"
     label = "Course"
-    object_types = {"exercise": ObjType("exercise"), "term": ObjType("term")}
-    initial_data = {"objects": {}}  # (kind, name) -> (page, anchor)
+    object_types: ClassVar = {"exercise": ObjType("exercise"), "term": ObjType("term")}
+    initial_data: ClassVar = {"objects": {}}  # (kind, name) -> (page, anchor)
     data_version = 1
 
     def note(self, kind: str, name: str, page: str, anchor: str) -> None:

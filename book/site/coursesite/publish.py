@@ -34,8 +34,9 @@ def card(pagename: str) -> str:
 
 def first_words(doctree) -> str:
     """The first paragraph of a page, cut at a word where it is long; empty for a page without."""
-    first = next(doctree.findall(nodes.paragraph), None) if doctree else None
-    return escape(textwrap.shorten(first.astext(), DESCRIPTION, placeholder=" ...")) if first else ""
+    for first in doctree.findall(nodes.paragraph) if doctree else ():
+        return escape(textwrap.shorten(first.astext(), DESCRIPTION, placeholder=" ..."))
+    return ""
 
 
 def describe(app, pagename, templatename, context, doctree):
