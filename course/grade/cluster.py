@@ -5,6 +5,7 @@ learns what is expected. Learners' code runs in the box alone, never in the work
 a worker or the network can do wrong ends as `infrastructure`, which the grader tries once more.
 """
 
+import os
 import time
 import uuid
 from collections.abc import Iterator
@@ -26,8 +27,6 @@ _CONFIG = {
     "distributed.scheduler.worker-saturation": 1.0,  # nothing waits behind a running box
     "distributed.admin.tick.limit": "60s",  # a busy machine is no news
     "distributed.worker.daemon": True,
-    # a worker is `python -c`, which would import from the folder of submissions that we stand in
-    "distributed.nanny.pre-spawn-environ.PYTHONSAFEPATH": "1",
     # no pages about the cluster, which anybody on this machine could read
     "distributed.scheduler.http.routes": [],
     "distributed.worker.http.routes": [],
@@ -73,6 +72,9 @@ def executor(box: Box, workers: int, scheduler: str = "") -> Iterator[Executor]:
             with _connected(Client, scheduler) as client:
                 yield Dask(client, box, prove=True)
             return
+        # workers and multiprocessing's own helper are `python -c`, which would import from the
+        # folder of submissions that we stand in
+        os.environ["PYTHONSAFEPATH"] = "1"
         # TLS even on loopback: other users of this machine must not be able to submit work
         with (
             LocalCluster(

@@ -80,6 +80,7 @@ class Reader:
             stderr=subprocess.DEVNULL,
             bufsize=0,
             cwd=ROOT,  # never a folder in which a learner's `course` could lie
+            env={**os.environ, "PYTHONSAFEPATH": ""},  # `-m` looks there
         )
 
     def _line(self, replies: int) -> bytes:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from course.catalog import ROOT
 from course.errors import CourseError
 from course.grade import cluster
 from course.grade.box import Box, Boxed, Denial, Limits
@@ -53,17 +54,32 @@ def test_a_box_runs_on_a_worker_and_says_what_it_showed(dask):
     assert dask.run(cells("import os\nos._exit(0)"), 0).status == "died"
 
 
-def test_a_worker_imports_nothing_from_the_folder_that_the_grader_stands_in(tmp_path, monkeypatch):
+STANDING = """
+from course.grade import cluster
+from course.grade.box import Box, Limits
+if __name__ == "__main__":
+    with cluster.executor(Box(Limits(seconds=60), unsafe=True), 2) as dask:
+        print(dask.run([("setup", "", "")], 0).status)
+"""
+
+
+def test_nothing_is_imported_from_the_folder_that_the_grader_stands_in(tmp_path):
     """`cd submissions; course grade .`: a learner's folder may be called like a library."""
-    place, mark = tmp_path / "multiprocessing", tmp_path / "ran outside the box"
-    place.mkdir()
+    place, mark = tmp_path / "class" / "multiprocessing", tmp_path / "ran outside the box"
+    place.mkdir(parents=True)
     (place / "__init__.py").write_text(f"open({str(mark)!r}, 'w').close()\n")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
-    monkeypatch.setattr(cluster, "MARGIN", 30.0)
-    with cluster.executor(Box(Limits(seconds=60), unsafe=True), 2) as made:
-        works(made)
+    (tmp_path / "grader.py").write_text(STANDING)
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
+    ran = subprocess.run(
+        [sys.executable, tmp_path / "grader.py"],
+        cwd=place.parent,
+        env=env | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
     assert not mark.exists()
+    assert ran.stdout == "ok\n", ran.stderr
 
 
 def test_nobody_else_on_this_machine_gets_in(dask):
