@@ -11,10 +11,11 @@ import nbformat
 from course.errors import CourseError
 
 GRADED = ("setup", "answer", "check")  # what checks, mutants and grading run
-_MARK = re.compile(r"^#\s*(setup|predict|demo|gpu|(answer|check):\s*([A-Za-z_]\w*))\s*$")
+_MARK = re.compile(r"^#\s*((?i:setup|predict|demo|gpu)|((?i:answer|check)):\s*([A-Za-z_]\w*))\s*$")
 _TAG = re.compile(r"^(setup|predict|demo|gpu|(answer|check)-([A-Za-z_]\w*))$")
 _SOLUTION = re.compile(r"<!--\s*solution:\s*([A-Za-z_]\w*)\s*-->")
 _HINT = re.compile(r"<details>\s*<summary>Hint</summary>(.*?)</details>", re.DOTALL)
+_STUB = "raise NotImplementedError"
 # what `ast.parse` raises; the last two for expressions nested thousands deep
 UNPARSABLE = (SyntaxError, ValueError, RecursionError, MemoryError)
 _TITLE = re.compile(r"^### (Exercise \d+: .+)$", re.MULTILINE)
@@ -79,10 +80,13 @@ def clean(source: str) -> str:
 
 
 def mark(source: str) -> tuple[str, str] | None:
-    """(kind, key) from the first source line, or None."""
-    first = source.lstrip().split("\n", 1)[0].strip()
-    found = _MARK.match(first)
-    return (found[2] or found[1], found[3] or "") if found else None
+    """(kind, key) from the first source line, or from a comment right below it, or None."""
+    for line in map(str.strip, source.lstrip().split("\n")):
+        if found := _MARK.match(line):
+            return (found[2] or found[1]).lower(), found[3] or ""
+        if line and not line.startswith("#"):
+            break
+    return None
 
 
 def tagged(cell: nbformat.NotebookNode) -> list[tuple[str, str]]:
@@ -168,24 +172,24 @@ def slug_of(nb: nbformat.NotebookNode) -> str:
 def answers(nb: nbformat.NotebookNode, keys: list[str]) -> Found:
     """The learner's answer cells, found by their first line, else by their tag.
 
-    An identical copy of a cell is fine; two different ones are refused, since nobody can say
-    which one is meant. A cell whose source does not parse, or that does not define KEY, is a
-    problem of that exercise alone.
+    An identical copy of a cell is fine, and so is a stub that was kept beside the answer; two
+    different ones are refused, since nobody can say which one is meant. A cell whose source does
+    not parse, or that does not define KEY, is a problem of that exercise alone.
     """
     found = Found()
-    loose = []
     for cell in nb.cells:
         if cell.cell_type != "code":
             continue
         where = mark(cell.source) or next(iter(tagged(cell)), None)
         source = clean(cell.source)
         if not where or where[0] != "answer":
-            loose.append(source)
             continue
         key = where[1]
-        if key in found.answers and fingerprint(found.answers[key]) != fingerprint(source):
+        kept = found.answers.setdefault(key, source)
+        if _STUB in kept and _STUB not in source:
+            found.answers[key] = source
+        elif (_STUB in kept) >= (_STUB in source) and fingerprint(kept) != fingerprint(source):
             found.problems[key] = f"two different cells say `# answer: {key}`: keep one of them"
-        found.answers.setdefault(key, source)
     for key in keys:
         if key not in found.answers:
             found.problems[key] = (
@@ -221,8 +225,9 @@ def defined(tree: ast.Module) -> list[str]:
     for node in tree.body:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             names.append(node.name)
-        elif isinstance(node, ast.Assign):
-            names += [t.id for t in node.targets if isinstance(t, ast.Name)]
+        elif isinstance(node, ast.Assign) or (isinstance(node, ast.AnnAssign) and node.value):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names += [t.id for t in targets if isinstance(t, ast.Name)]
     return names
 
 

@@ -197,11 +197,11 @@ class _Chapter:
         tried = [key for key, row in rows.items() if row is None]
         stubs = {key: source for kind, key, source in record.cells if kind == "answer"}
         self.answers = {k: found[k].source if k in tried else s for k, s in stubs.items()}
-        ran, together = self._run_all(tried)
+        ran, ending = self._run_all(tried)
         done = {key: row for key, row in rows.items() if row} | ran
         for exercise in record.exercises:
             if exercise.key in tried and done[exercise.key].status == FAILED:
-                self._credit(exercise, done, together)
+                self._credit(exercise, done, ending)
         for key, answer in found.items():
             done[key].warnings = answer.warnings
             done[key].fingerprint = answer.fingerprint
@@ -222,17 +222,18 @@ class _Chapter:
             return graded(exercise, FAILED, answer.problem)
         return None if answer.tried else graded(exercise, UNTRIED, answer.problem)
 
-    def _run_all(self, tried: list[str]) -> tuple[dict[str, Graded], bool]:
-        """Verdicts of the first run, and whether all answers could run together.
+    def _run_all(self, tried: list[str]) -> tuple[dict[str, Graded], set[str]]:
+        """Verdicts of the first run, and which answers ended a box of their own.
 
-        Where they ended the process, each is judged in a box with those it needs alone.
+        Where all together ended the process, each is judged in a box with those it needs alone. If
+        it fails there, all that end no box join it: an import or a helper may stand in their cells.
         """
         if not tried:
-            return {}, True
+            return {}, set()
         record = self.ours.record
         together = self._box("all", cells(record, self.answers, tried))
         if together.status == "ok":
-            return {key: self._judge(key, together) for key in tried}, True
+            return {key: self._judge(key, together) for key in tried}, set()
         out: dict[str, Graded] = {}
         ending: set[str] = set()  # what needs one of these would only end another box
         for key in tried:
@@ -242,15 +243,22 @@ class _Chapter:
                 if boxed.status != "ok":
                     ending.add(key)
             out[key] = self._judge(key, boxed)
-        return out, False
+        for key in tried if len(tried) > 1 else ():
+            lone = key not in ending and not {*record.exercise(key).needs} & ending
+            if lone and out[key].status == FAILED and self.ended < MAX_ENDED:
+                rest = {*tried} - ending
+                boxed = self._box(f"{key} again", cells(record, self.answers, [key], rest))
+                ending |= set() if boxed.status == "ok" else {key}
+                out[key] = self._judge(key, boxed)
+        return out, ending
 
-    def _credit(self, exercise: Recorded, done: dict[str, Graded], together: bool) -> None:
+    def _credit(self, exercise: Recorded, done: dict[str, Graded], ending: set[str]) -> None:
         """Run a failed exercise with our answers to what it needs and did not pass."""
         guilty = [k for k in exercise.needs if done[k].status != PASSED]
         if not guilty or self.ended >= MAX_ENDED:
             return
         answers = {**self.answers, **{key: self.ours.answers[key] for key in guilty}}
-        only = None if together else {exercise.key, *exercise.needs}
+        only = {*answers} - ending | {exercise.key, *exercise.needs}
         boxed = self._box(
             f"{exercise.key} alone", cells(self.ours.record, answers, [exercise.key], only)
         )

@@ -152,7 +152,7 @@ def interpreted() -> Iterator[None]:
 
 def interpret(kernel: Any, grid: Any, *args: Any, **kwargs: Any) -> None:
     """Run one launch on CPU tensors, program by program in order of the grid."""
-    if not isinstance(kernel, JITFunction):
+    if type(kernel) is not JITFunction:
         raise KernelError(f"{kernel!r} is not a function under @triton.jit alone")
     name = kernel.__name__
     given = {key: value for key, value in kwargs.items() if key not in LAUNCH_OPTIONS}

@@ -8,7 +8,7 @@ FIRES_AGAINST = UNSAFE
 def attack(desk: Desk) -> None:
     desk.answer(
         if_it_can("""
-    import course
-    open(course.__file__, "r+").close()
+    from course import lm
+    open(lm.__file__, "r+").close()
     """)
     )

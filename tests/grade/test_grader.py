@@ -116,6 +116,23 @@ def test_an_answer_that_ends_the_box_costs_itself_and_what_needs_it(taught, box,
     assert "scripted" not in str(outcome.verdict)  # details are for the timing file
 
 
+def test_a_helper_in_another_cell_outlives_an_answer_that_ends_the_box(taught, box, grade):
+    """Each alone lacks what stands in the others' cells; together with those it is judged again."""
+    show = box._show
+
+    def without_helpers(answers, checked):
+        boxed = show(answers, checked)
+        if "attend" in checked and "max_concurrency" not in answers and boxed.status == "ok":
+            boxed.checks["attend"] = Ran([], "NameError: name 'need' is not defined")
+        return boxed
+
+    box._show = without_helpers
+    answers = {**taught.ours, "kv_bytes_per_token": "def kv_bytes_per_token(): pass  # died"}
+    outcome = grade(**answers)
+    assert status(outcome, "kv_bytes_per_token", "attend") == ["failed", "passed"]
+    assert outcome.verdict["points"] == 11
+
+
 def test_a_submission_may_end_only_so_many_boxes(taught, box, grade):
     outcome = grade(**{key: f"{source}  # died" for key, source in taught.ours.items()})
     assert outcome.verdict["points"] == 0 and len(box.jobs) == grader.MAX_ENDED

@@ -148,6 +148,25 @@ def test_only_plain_jit_functions(module_of) -> None:
         check(module_of(GOOD.replace("@triton.jit\n", "")))
 
 
+OWN = """
+class Mine(triton.JITFunction):
+    def __getitem__(self, grid):
+        return lambda *args, **sizes: None
+
+    def __call__(self, x):
+        return x.to_torch()
+"""
+
+
+def test_a_kind_of_ones_own_is_no_jit_function(module_of) -> None:
+    """It could compute in Python at a launch, or where a kernel calls it."""
+    with pytest.raises(lab.KernelError, match=r"kernel must be a function under @triton\.jit"):
+        check(module_of(OWN + GOOD.replace("@triton.jit", "@Mine")))
+    helper = OWN + "\n\n@Mine\ndef helper(x):\n    return x\n\n\n"
+    with pytest.raises(lab.KernelError, match="`helper` is not available on a GPU"):
+        check(module_of(body("b_x = helper(b_x)", helper)))
+
+
 def test_the_worker_survives_errors_and_is_replaced_when_it_dies(module_of) -> None:
     module = module_of(GOOD)
     check(module)

@@ -244,3 +244,25 @@ def test_a_reset_that_cannot_be_written_loses_nothing(tmp_path, monkeypatch):
     with pytest.raises(CourseError, match="No space left"):
         learner.reset(CHAPTER, "attend")
     assert CHAPTER.work.read_text(encoding="utf-8") == before
+
+
+def test_marks_in_other_letters_and_below_a_note():
+    for source in ("# Answer: attend\nx", "# mine\n\n# answer:attend \nx", "#answer: attend"):
+        assert notebook.mark(source) == ("answer", "attend")
+    for source in ("x = 1\n# answer: attend", '"""\n# answer: attend"""', "# answers: attend"):
+        assert notebook.mark(source) is None
+
+
+def test_a_stub_beside_the_answer_is_no_second_answer():
+    stub = "# answer: f\ndef f():\n    raise NotImplementedError"
+    one, other = "# answer: f\ndef f():\n    return 1", "# answer: f\nf: object = len"
+    for cells in ((stub, one), (one, stub), (one, one)):
+        found = _answers_of(*cells)
+        assert found.answers == {"f": one} and not found.problems
+    assert "two different cells" in _answers_of(one, other).problems["f"]
+    assert _answers_of(other).problems == {}
+
+
+def _answers_of(*sources: str) -> notebook.Found:
+    cells = [nbformat.v4.new_code_cell(source) for source in sources]
+    return notebook.answers(nbformat.v4.new_notebook(cells=cells), ["f"])

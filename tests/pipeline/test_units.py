@@ -1,6 +1,7 @@
 """The small parts: comparing, reading notebooks, references and stubs, forbidding, feedback."""
 
 import ast
+import functools
 import math
 
 import nbformat
@@ -84,10 +85,30 @@ def test_too_many_floats_are_refused(value):
         ("import course.lm.model", ("course.lm",), True),
         ("from transformers import x", ("transformers",), True),
         ("x.concatenated", ("torch.concatenate",), False),
+        ("import torch", ("torch",), False),
+        ("import torch\ntorch.ones(1)", ("torch",), True),
+        ("import torch as t", ("torch",), True),
+        ("self.stack = 1\nself.stack += 1", ("torch.stack",), False),
+        ("self.stack(x)", ("torch.stack",), True),
+        ("match torch:\n    case object(cat=join): pass", ("torch.cat",), True),
+        ("torch._scaled_dot_product_math(q)", ("torch.scaled_dot_product",), True),
+        ("def scaled_dot_product(q): pass", ("torch.scaled_dot_product",), False),
     ],
 )  # fmt: skip
 def test_scan(source, names, found):
     assert bool(forbidden.scan(source, names)) is found
+
+
+def test_the_cell_of_what_can_be_called():
+    def answer(a, b):
+        return a, b
+
+    class Called:
+        def __call__(self, b):
+            return b
+
+    for one in (answer, functools.partial(answer, 1), Called(), Called):
+        assert "def test_the_cell_of_what_can_be_called" in forbidden.cell_of(one)
 
 
 def test_rng_streams_depend_on_name_and_seed_alone(monkeypatch):
