@@ -111,13 +111,10 @@ def _w4a16_gemv_kernel(
         o_w = (k // 8 + tl.arange(0, WORDS))[None, :]
         b_w = tl.load(w_row + o_w, mask=m_n & (o_w < n_words))  # [N, WORDS]
         b_w = b_w.to(tl.uint32)
-        if SEG == GROUP:  # so that the compiler sees neighbours: wide loads
-            o_g = k // GROUP + tl.arange(0, SEGS)[None, :]
-        else:
-            o_g = ((k + tl.arange(0, SEGS) * SEG) // GROUP)[None, :]
-        m_g = m_n & (o_g < K // GROUP)
-        scale = tl.load(s_row + o_g, mask=m_g, other=0.0)  # [N, SEGS]
-        zero = tl.load(z_row + o_g, mask=m_g, other=0.0)
+        o_g = (k + tl.arange(0, SEGS) * SEG) // GROUP
+        o_g = tl.minimum(o_g, K // GROUP - 1)[None, :]
+        scale = tl.load(s_row + o_g, mask=m_n)  # [N, SEGS]
+        zero = tl.load(z_row + o_g, mask=m_n)
 
         evens, odds = _evens_odds(b_x, HALF)
         x04, x26 = _evens_odds(evens, HALF // 2)

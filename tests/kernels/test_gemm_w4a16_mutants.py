@@ -18,11 +18,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="mutants could
 SOURCE = Path(original.__file__).read_text()
 FUNCTIONS: dict[str, dict[str, str]] = {  # the mutants that change nothing, and why
     "_evens_odds": {},
-    "_w4a16_gemv_kernel": {
-        "constant#11: 0.0 to 1.0": "x beyond K meets scales that are 0",
-        "constant#16: 0.0 to 1.0": "a scale beyond K meets x that are 0",
-        "constant#17: 0.0 to 1.0": "a zero beyond K meets x that are 0",
-    },
+    "_w4a16_gemv_kernel": {},
     "_w4a16_gemm_kernel": {
         ".to#4: drop tl.int32": "the codes become the same floats, more slowly",
         ".to#7: drop tl.int64": "counts rows of the parts, which fit in 32 bits",
@@ -100,23 +96,6 @@ def notices_parts(module: ModuleType) -> bool:
                     **(tiles | options),
                 )
         if not part[0].any() or not part[1].any():
-            return True
-    return False
-
-
-def notices_segments(module: ModuleType) -> bool:
-    """Two scales a step, and two segments of one scale a step."""
-    for group, seg, step in ((32, 32, 64), (64, 32, 64)):
-        case = Linear(1, 16, group, 128 // group)
-        x, codes, scales, zeros = inputs(case)
-        part = torch.zeros(1, 16)
-        with metered():
-            module._w4a16_gemv_kernel[(1, 1)](
-                *(x, codes.view(torch.int32), scales, zeros, part, 16, 4, 4, *[128 // group] * 2),
-                **dict(GROUP=group, SEG=seg, BLOCK_N=16, BLOCK_K=step, STAGES=1),
-            )
-        want = expected(case).float()
-        if not torch.allclose(part, want, 0, 1e-2 * want.abs().max().item()):
             return True
     return False
 
@@ -256,7 +235,6 @@ DETECTORS = [  # the cheap ones first
     notices_in_the_ir,
     notices_arguments,
     notices_parts,
-    notices_segments,
     notices_sums,
     notices_long_rows,
 ]
