@@ -32,7 +32,16 @@ def taught() -> School:
 
 
 def commands() -> list[str]:
-    return [line for block in blocks("bash") for line in block.splitlines()]
+    """The commands of the page; one may have several lines."""
+    found, part = [], ""
+    for line in (line for block in blocks("bash") for line in block.splitlines()):
+        part += f"{line}\n"
+        whole = subprocess.run(["bash", "-n", "-c", part], capture_output=True).returncode == 0
+        if whole and not line.endswith("\\"):
+            found.append(part.replace("\\\n", "").strip())
+            part = ""
+    assert part == ""
+    return found
 
 
 def test_the_commands_work_in_the_order_of_the_page(tmp_path, taught, monkeypatch):
