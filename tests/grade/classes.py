@@ -19,12 +19,17 @@ from course.recordfile import Record
 
 @dataclass(frozen=True)
 class Handed:
-    """One submission of a class: its kind and the exercises that pass (None: it is unreadable)."""
+    """One submission of a class: its kind and the exercises that pass (None: it is unreadable).
+
+    Those in `may` use a wrong answer, which need not show there: a softmax in fp16 does no harm to
+    a model in fp32.
+    """
 
     id: str
     kind: str
     passes: frozenset[str] | None
     path: Path
+    may: frozenset[str] = frozenset()
 
 
 @dataclass
@@ -131,13 +136,14 @@ def _build(folder: Path, count: int, taught: School, keys: tuple[str, ...]) -> I
         draw = random.Random(f"{count}/{number}")
         id = f"s{number:04d}_{kind}"
         place = folder / id / "notebooks" / taught.chapter.part / f"{slug}.ipynb"
-        answers, passes = dict(ours), everything
+        answers, passes, may = dict(ours), everything, frozenset()
         if kind == "second":
             answers = {key: taught.second[key] for key in keys}
         elif kind == "wrong":
             mutant = draw.choice(wrong)
             answers[mutant.key] = mutant.source
-            passes = everything - {mutant.key} - dependents(taught, mutant.key)
+            may = frozenset(dependents(taught, mutant.key))
+            passes = everything - {mutant.key} - may
         elif kind == "half":
             answers = {key: ours[key] for key in keys[: len(keys) // 2]}
             passes = frozenset(answers)
@@ -169,7 +175,7 @@ def _build(folder: Path, count: int, taught: School, keys: tuple[str, ...]) -> I
             os.symlink(taught.chapter.ipynb, place)
         else:
             place.write_bytes(data)
-        yield Handed(id, kind, passes, place)
+        yield Handed(id, kind, passes, place, may)
 
 
 def dependents(taught: School, key: str) -> frozenset[str]:
