@@ -22,20 +22,8 @@ _CHECKS = {  # what setup cells define or bring from `course`; tests compare the
 }
 _BUILTINS = {  # of Python, with which check cells count and compare
     *("all", "enumerate", "float", "getattr", "int", "isinstance", "len", "list", "map", "max"),
-    *(
-        "min",
-        "next",
-        "ord",
-        "property",
-        "range",
-        "sorted",
-        "str",
-        "sum",
-        "super",
-        "tuple",
-        "type",
-        "zip",
-    ),
+    *("min", "next", "ord", "property", "range", "sorted", "str", "sum", "super", "tuple"),
+    *("type", "zip"),
     *("Exception", "ImportError", "MemoryError", "NotImplementedError", "ValueError"),
 }
 _MODULES = {  # of setup cells, by the name that they have there
@@ -154,12 +142,8 @@ def _imported(node: ast.Import | ast.ImportFrom) -> dict[str, str]:
     """The names that one import binds, each with the dotted name of what it stands for."""
     if isinstance(node, ast.ImportFrom):
         return {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
-    return {
-        alias.asname or alias.name.split(".")[0]: alias.name
-        if alias.asname
-        else alias.name.split(".")[0]
-        for alias in node.names
-    }
+    heads = ((alias.asname, alias.name, alias.name.split(".")[0]) for alias in node.names)
+    return {new or head: whole if new else head for new, whole, head in heads}
 
 
 def _bound(tree: ast.AST) -> set[str]:

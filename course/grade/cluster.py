@@ -72,11 +72,9 @@ def executor(box: Box, workers: int, scheduler: str = "") -> Iterator[Executor]:
             with _connected(Client, scheduler) as client:
                 yield Dask(client, box, prove=True)
             return
-        # workers and multiprocessing's own helper are `python -c`, which would import from the
-        # folder of submissions that we stand in
-        os.environ["PYTHONSAFEPATH"] = "1"
         # TLS even on loopback: other users of this machine must not be able to submit work
         with (
+            _safe_path(),
             LocalCluster(
                 n_workers=workers,
                 threads_per_worker=1,
@@ -92,6 +90,22 @@ def executor(box: Box, workers: int, scheduler: str = "") -> Iterator[Executor]:
         ):
             yield Dask(client, box, prove=False)
         reap()  # of a worker that died
+
+
+@contextmanager
+def _safe_path() -> Iterator[None]:
+    """Workers and multiprocessing's own helper import nothing from the folder that we stand in.
+
+    They are `python -c`, and the folder may be that of the submissions.
+    """
+    before = os.environ.get("PYTHONSAFEPATH")
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        yield
+    finally:
+        del os.environ["PYTHONSAFEPATH"]
+        if before is not None:
+            os.environ["PYTHONSAFEPATH"] = before
 
 
 def _connected(client: Any, scheduler: str) -> Any:

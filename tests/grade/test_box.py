@@ -420,7 +420,10 @@ def waiting_box(*inside: str) -> tuple[subprocess.Popen, int]:
 def test_what_a_worker_leaves_that_died_while_a_box_began_is_ended():
     ours, other = "/somewhere/course/grade/_boxrun.py", "/somewhere/else.py"
     orphan, kept, foreign = waiting_box(ours), waiting_box(ours), waiting_box(other)
-    exists = lambda pid: Path(f"/proc/{pid}").exists()  # noqa: E731
+
+    def exists(pid: int) -> bool:
+        return Path(f"/proc/{pid}").exists()
+
     try:
         for outer, _ in (orphan, foreign):
             outer.kill()
